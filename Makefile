@@ -1,0 +1,40 @@
+# Needs python3 (3.11 or newer), make and a package index. The first target makes .venv once; later ones reuse it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+OUT ?= demo-out
+
+.PHONY: help demo test test-slow lint bench clean
+
+help:
+	@echo "make demo       train a small elastic family on this machine, end to end (about six minutes on two cores)"
+	@echo "make test       ruff, mypy and the fast tests"
+	@echo "make test-slow  the tests that make test leaves out"
+	@echo "make bench      the benchmarks: one table and one JSON line each"
+	@echo "make clean      remove the environment, caches and the demo's output"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("error: Python 3.11 or newer is needed, but $(PYTHON) is %d.%d; try: make PYTHON=python3.12" % v[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/star-elastic demo --out $(OUT)
+
+lint: $(READY)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto
+
+test-slow: $(READY)
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
+
+bench: $(READY)
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(OUT)
