@@ -1,0 +1,124 @@
+"""An axis is a kind of component that every nested model keeps a prefix of: hidden channels, heads, experts, ...
+
+A width is how many members a nested model keeps. On a grouped axis (query heads in KV groups, Mamba heads in SSM groups, experts
+in expert groups) the "prefix" of width ``k`` is the first ``k / groups`` members of *every* group: a flat prefix would leave
+whole groups dead, because member ``h`` reads the keys, or the B and C, of group ``h // (size / groups)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from star_elastic.errors import UnknownNameError, WidthError, nearest
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a legal width must satisfy, and why: a multiple of ``multiple`` and at least ``minimum``."""
+
+    why: str
+    multiple: int = 1
+    minimum: int = 1
+
+    def allows(self, width: int) -> bool:
+        """Whether ``width`` satisfies this rule."""
+        return width % self.multiple == 0 and width >= self.minimum
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of an elastic model.
+
+    Attributes:
+        name: for example ``hidden`` or ``mamba_heads``.
+        size: the parent's width. The parent's own width is always legal.
+        groups: into how many equal, contiguous groups the members are divided; a cut takes equally from each.
+        rules: what other widths must satisfy.
+        scope: ``"model"`` when all layers share one order of members (the residual stream has one order), ``"layer"`` when
+            each layer has its own.
+
+    Example:
+        >>> Axis("heads", 16, groups=4, rules=(Rule("heads are cut inside each of 4 KV groups", 4, 4),)).members(8)
+        [0, 1, 4, 5, 8, 9, 12, 13]
+    """
+
+    name: str
+    size: int
+    groups: int = 1
+    rules: tuple[Rule, ...] = ()
+    scope: str = "layer"
+
+    @cached_property
+    def step(self) -> int:
+        """Distance between neighbouring legal widths below the parent's own."""
+        return math.lcm(self.groups, *(rule.multiple for rule in self.rules))
+
+    @cached_property
+    def minimum(self) -> int:
+        """Smallest legal width."""
+        least = max([1, *(rule.minimum for rule in self.rules)])
+        return min(self.size, math.ceil(least / self.step) * self.step)
+
+    def legal(self) -> list[int]:
+        """All legal widths, ascending; the last is the parent's own."""
+        return [*range(self.minimum, self.size, self.step), self.size]
+
+    def is_legal(self, width: int) -> bool:
+        """Whether a nested model may have this width."""
+        return width == self.size or (self.minimum <= width < self.size and width % self.step == 0)
+
+    def neighbours(self, width: float) -> list[int]:
+        """The legal widths nearest to ``width``: one below and one above, or the only one at either end."""
+        legal = self.legal()
+        below = [w for w in legal if w <= width]
+        above = [w for w in legal if w > width]
+        return [*below[-1:], *above[:1]]
+
+    def check(self, width: int) -> None:
+        """Raise WidthError in one line if ``width`` is illegal: why, and which widths next to it are legal."""
+        if isinstance(width, bool) or not isinstance(width, int):
+            raise WidthError(f"{self.name} width {width!r} is not a whole number")
+        if self.is_legal(width):
+            return
+        broken = [rule.why for rule in self.rules if not rule.allows(width)]
+        if width > self.size:
+            reason = f"the parent has only {self.size}"
+        elif width < 1:
+            reason = "a width is at least 1"
+        else:
+            reason = "; ".join(broken) or f"widths go in steps of {self.step}"
+        options = " and ".join(str(w) for w in self.neighbours(width))
+        raise WidthError(f"{self.name} width {width} is illegal: {reason}; nearest legal: {options}")
+
+    def at_most(self, width: float) -> int:
+        """The largest legal width not above ``width``, or the smallest legal one where all are above it."""
+        if width >= self.size:
+            return self.size
+        return max(self.minimum, int(width) // self.step * self.step)
+
+    def members(self, width: int) -> list[int]:
+        """Positions kept at ``width``: the first ``width / groups`` of every group, in storage order."""
+        per_group, kept = self.size // self.groups, width // self.groups
+        return [group * per_group + i for group in range(self.groups) for i in range(kept)]
+
+
+def check_widths(axes: Mapping[str, Axis], widths: Mapping[str, int]) -> None:
+    """Raise UnknownNameError for an axis that this model does not have, WidthError for an illegal width."""
+    for name, width in widths.items():
+        if name not in axes:
+            raise UnknownNameError(f"this model has no axis {name!r}: {nearest(name, axes)}")
+        axes[name].check(width)
+
+
+def row_alignment(itemsize: int, names: Iterable[str]) -> dict[str, Rule]:
+    """Rules for axes that form the rows of matrices: a row must be whole 16-byte units.
+
+    Grouped matrix products over experts refuse other strides, and plain ones lose bit-for-bit equality between a view of the
+    parent and the exported folder.
+    """
+    multiple = max(1, 16 // itemsize)
+    why = f"matrix rows are whole 16-byte units, so multiples of {multiple} at {itemsize} bytes a number"
+    return {name: Rule(why, multiple, multiple) for name in names}

@@ -1,0 +1,369 @@
+"""The table: for every parameter of a model, which axis indexes each of its dimensions.
+
+A dimension is a concatenation of segments, a segment is a product of factors (the first varies slowest), a factor is an axis
+or a constant. Mamba-2's input projection, for example, is written::
+
+    mamba_heads*mamba_head_dim + mamba_heads!*mamba_head_dim! + groups*state + groups*state + mamba_heads, hidden
+
+that is rows z, x, B, C, dt and columns ``hidden``. ``!`` marks the one place where an axis is masked: multiplying there, and
+nowhere else, lets a soft mask enter a path exactly once.
+
+Everything the package does to a model is a reading of this table: which positions a nested model keeps (``Dim.index``), how
+sorting permutes (the same, with a permutation for members), where masks multiply (``Factor.masked``, ``Row.norm``,
+``Unit.router``), how many parameters there are (``Dim.width``), how large caches are (``Unit.states``). This module is plain
+Python, so that ``inspect`` answers without importing torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from star_elastic.axes import Axis, check_widths
+from star_elastic.errors import WidthError
+
+Widths = Mapping[str, Any]
+"""Axis name -> width: an int, or any number that multiplies and adds, such as a tensor that carries a gradient."""
+
+Members = Mapping[str, Sequence[int]]
+"""Axis name -> positions to take, in the order to take them: a prefix to slice, a permutation to sort."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One factor of a segment: an axis of the parent's ``size``, or a constant (``axis`` is None)."""
+
+    size: int
+    axis: str | None = None
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A product of factors, row-major: the first factor varies slowest."""
+
+    factors: tuple[Factor, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of positions in the parent."""
+        return math.prod(factor.size for factor in self.factors)
+
+    def width(self, widths: Widths) -> Any:
+        """Number of positions at ``widths``."""
+        return math.prod(widths.get(f.axis, f.size) if f.axis else f.size for f in self.factors)
+
+    def index(self, members: Members) -> list[int]:
+        """Positions, inside the segment, of the given members of each axis."""
+        index = [0]
+        for factor in self.factors:
+            kept = members.get(factor.axis, range(factor.size)) if factor.axis else range(factor.size)
+            index = [position * factor.size + member for position in index for member in kept]
+        return index
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension of a tensor: segments side by side."""
+
+    segments: tuple[Segment, ...]
+
+    @cached_property
+    def size(self) -> int:
+        """Number of positions in the parent."""
+        return sum(segment.size for segment in self.segments)
+
+    @cached_property
+    def axes(self) -> frozenset[str]:
+        """Names of the axes that index this dimension."""
+        return frozenset(f.axis for segment in self.segments for f in segment.factors if f.axis)
+
+    @cached_property
+    def masked_axes(self) -> frozenset[str]:
+        """Names of the axes whose mask multiplies along this dimension."""
+        return frozenset(f.axis for segment in self.segments for f in segment.factors if f.axis and f.masked)
+
+    def width(self, widths: Widths) -> Any:
+        """Number of positions at ``widths``; differentiable where the widths are."""
+        return sum(segment.width(widths) for segment in self.segments)
+
+    def index(self, members: Members) -> list[int] | None:
+        """Positions of the given members along this dimension, or None where no axis in ``members`` touches it."""
+        if self.axes.isdisjoint(members):
+            return None
+        index: list[int] = []
+        offset = 0
+        for segment in self.segments:
+            index += [offset + position for position in segment.index(members)]
+            offset += segment.size
+        return index
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Marks a weight as an RMS norm's: ``groups`` statistics over equal parts; ``eps`` is the module's attribute."""
+
+    groups: int = 1
+    eps: str = "variance_epsilon"
+
+
+@dataclass(frozen=True)
+class Router:
+    """Marks a unit's expert router: its module, how it selects, and the axis it selects from.
+
+    ``kind`` is ``sigmoid_bias`` (select on sigmoid + bias, weigh by sigmoid), ``softmax_topk`` or ``topk_softmax``.
+    """
+
+    module: str
+    kind: str
+    axis: str = "experts"
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Where scoring reads an axis's activations: the ``input`` or ``output`` of a module, or inside fused ``experts``."""
+
+    axis: str
+    module: str
+    side: str
+
+
+@dataclass(frozen=True)
+class State:
+    """A cache tensor, in the same grammar as parameters: per token (keys and values) or per sequence (conv, SSM).
+
+    ``itemsize`` is its bytes per number, or None where it follows the model's dtype.
+    """
+
+    name: str
+    dims: tuple[Dim, ...]
+    per_token: bool
+    itemsize: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: a parameter or buffer of a unit.
+
+    Attributes:
+        name: in memory, relative to the unit.
+        dims: what indexes each dimension.
+        on_disk: name in a checkpoint where it differs; ``{}`` stands for a member of the first dimension, stored one tensor
+            each (experts).
+        routed: a token uses only the router's top-k members of the first dimension.
+        buffer: sliced and saved, but no parameter.
+        fp32: kept in fp32 whatever the model's dtype.
+        formats: the quantized formats in which this matrix is stored.
+        alias: in-memory full name of the parameter that this one is tied to.
+    """
+
+    name: str
+    dims: tuple[Dim, ...]
+    on_disk: str | None = None
+    routed: bool = False
+    buffer: bool = False
+    fp32: bool = False
+    norm: Norm | None = None
+    formats: frozenset[str] = frozenset()
+    alias: str | None = None
+
+    @cached_property
+    def axes(self) -> frozenset[str]:
+        """Names of the axes that index any dimension."""
+        return frozenset().union(*(dim.axes for dim in self.dims))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the parent."""
+        return tuple(dim.size for dim in self.dims)
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether a checkpoint stores one tensor per member of the first dimension."""
+        return self.on_disk is not None and "{}" in self.on_disk
+
+    def cut_shape(self, widths: Widths) -> tuple[Any, ...]:
+        """Shape at ``widths``."""
+        return tuple(dim.width(widths) for dim in self.dims)
+
+    def numel(self, widths: Widths) -> Any:
+        """Number of elements at ``widths``; differentiable where the widths are."""
+        return math.prod(self.cut_shape(widths))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of the model that runs as one call: token embedding, decoder layer, final norm or head.
+
+    ``path`` and ``disk_path`` hold ``{}`` where the layer number goes. ``layer`` is None outside the decoder stack.
+    """
+
+    path: str
+    disk_path: str
+    kind: str
+    rows: tuple[Row, ...]
+    layer: int | None = None
+    router: Router | None = None
+    taps: tuple[Tap, ...] = ()
+    states: tuple[State, ...] = ()
+
+    def name(self, row: Row, layer: int | None = None) -> str:
+        """Full in-memory name of a row, as if the unit were layer number ``layer`` (default: its own)."""
+        return f"{self.path.format(self.layer if layer is None else layer)}.{row.name}"
+
+    def disk_name(self, row: Row, layer: int | None = None, member: int | None = None) -> str:
+        """Full on-disk name of a row; ``member`` picks one tensor of an unrolled row."""
+        tail = (row.on_disk or row.name).format(member) if row.unrolled else (row.on_disk or row.name)
+        return f"{self.disk_path.format(self.layer if layer is None else layer)}.{tail}"
+
+    @property
+    def module(self) -> str:
+        """In-memory path of the unit's module."""
+        return self.path.format(self.layer)
+
+
+@dataclass(frozen=True)
+class Located:
+    """What a tensor name stands for: a row of a unit, and the member where the row is stored one tensor per member."""
+
+    unit: Unit
+    row: Row
+    member: int | None
+    on_disk: bool
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """Dimensions of the tensor under this name."""
+        return self.row.dims if self.member is None else self.row.dims[1:]
+
+    @property
+    def member_axis(self) -> str | None:
+        """The axis that ``member`` counts along."""
+        return None if self.member is None else self.row.dims[0].segments[0].factors[0].axis
+
+    def renamed(self, layer: int | None = None, member: int | None = None) -> str:
+        """The name, in the same scheme, for another layer number and member number."""
+        if not self.on_disk:
+            return self.unit.name(self.row, layer)
+        return self.unit.disk_name(self.row, layer, self.member if member is None else member)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole table of one model.
+
+    Attributes:
+        family: name of the model family (``model_type`` in config.json).
+        axes: every axis by name, ``depth`` included.
+        units: embedding, decoder layers in order, final norm, head.
+        top_k: experts that a token uses; None without routed experts.
+        required_kinds: kinds of layer of which at least one must stay.
+    """
+
+    family: str
+    axes: Mapping[str, Axis]
+    units: tuple[Unit, ...]
+    top_k: int | None = None
+    required_kinds: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def width_axes(self) -> dict[str, Axis]:
+        """The axes that index tensors: all but ``depth``."""
+        return {name: axis for name, axis in self.axes.items() if name != "depth"}
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers of the parent."""
+        return self.axes["depth"].size
+
+    def complete(self, widths: Mapping[str, int]) -> dict[str, int]:
+        """Widths for every width axis: those given, and the parent's own elsewhere."""
+        return {name: widths.get(name, axis.size) for name, axis in self.width_axes.items()}
+
+    def check(self, widths: Mapping[str, int], layers: Sequence[int] | None = None) -> None:
+        """Refuse what cannot be cut.
+
+        Raises:
+            UnknownNameError: an axis that the model does not have.
+            WidthError: an illegal width, or kept layers that are out of range, repeated, out of order, or miss a needed kind.
+        """
+        check_widths(self.width_axes, widths)
+        if layers is None:
+            return
+        if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < self.num_layers:
+            raise WidthError(f"kept layers {list(layers)} must be ascending, without repeats, from 0 to {self.num_layers - 1}")
+        kinds = {unit.kind for unit in self.kept_units(layers)}
+        for kind in sorted(self.required_kinds - kinds):
+            having = [unit.layer for unit in self.units if unit.kind == kind]
+            raise WidthError(f"kept layers {list(layers)} hold no {kind} layer: keep at least one of {having}")
+
+    def members(self, widths: Mapping[str, int]) -> dict[str, list[int]]:
+        """Kept members of every axis that ``widths`` cuts (axes at the parent's own width are left out)."""
+        cut = {name: width for name, width in widths.items() if width != self.axes[name].size}
+        return {name: self.axes[name].members(width) for name, width in cut.items()}
+
+    def kept_units(self, layers: Sequence[int] | None = None) -> Iterator[Unit]:
+        """Units of a nested model, in order: all of them, or only the decoder layers in ``layers``."""
+        for unit in self.units:
+            if layers is None or unit.layer is None or unit.layer in layers:
+                yield unit
+
+    def tensors(self, layers: Sequence[int] | None = None) -> Iterator[tuple[Unit, Row]]:
+        """Every row of every kept unit."""
+        for unit in self.kept_units(layers):
+            for row in unit.rows:
+                yield unit, row
+
+    @cached_property
+    def _names(self) -> dict[str, Located]:
+        names: dict[str, Located] = {}
+        for unit, row in self.tensors():
+            names[unit.name(row)] = Located(unit, row, None, on_disk=False)
+            if row.unrolled:
+                for member in range(row.dims[0].size):
+                    names[unit.disk_name(row, member=member)] = Located(unit, row, member, on_disk=True)
+            else:
+                names[unit.disk_name(row)] = Located(unit, row, None, on_disk=True)
+        return names
+
+    def find(self, name: str) -> Located | None:
+        """What ``name`` stands for, in memory or on disk; None if the table does not know it."""
+        return self._names.get(name)
+
+
+def runs(index: Sequence[int]) -> list[tuple[int, int]]:
+    """Compress positions into maximal contiguous runs ``(start, length)``; a prefix is one run from 0.
+
+    Example:
+        >>> runs([0, 1, 4, 5, 6])
+        [(0, 2), (4, 3)]
+    """
+    found: list[tuple[int, int]] = []
+    for position in index:
+        if found and position == sum(found[-1]):
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((position, 1))
+    return found
+
+
+def parse_dims(text: str, axes: Mapping[str, Axis], constants: Mapping[str, int]) -> tuple[Dim, ...]:
+    """Read a row's dimensions: ``,`` between dimensions, ``+`` between segments, ``*`` between factors, ``!`` masks here.
+
+    Raises:
+        KeyError: a factor that is no axis, no constant and no number; a fault of the table, not of the user.
+    """
+
+    def factor(word: str) -> Factor:
+        name, masked = word.strip().removesuffix("!"), word.strip().endswith("!")
+        if name in axes:
+            return Factor(axes[name].size, name, masked)
+        return Factor(int(name) if name.isdecimal() else constants[name])
+
+    def dim(part: str) -> Dim:
+        return Dim(tuple(Segment(tuple(factor(w) for w in segment.split("*"))) for segment in part.split("+")))
+
+    return tuple(dim(part) for part in text.split(","))

@@ -1,0 +1,75 @@
+"""Tiny random NemotronH models. Norm weights, biases and the experts' selection bias are random: ones and zeros hide faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import NemotronHConfig, NemotronHForCausalLM
+
+KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+
+
+def tiny_config(pattern: str = "ME*ME", **edits: Any) -> NemotronHConfig:
+    """A hybrid of every layer kind but dense MLP (give ``pattern="ME*-E"`` for one)."""
+    fields: dict[str, Any] = dict(
+        vocab_size=128,
+        hidden_size=64,
+        layers_block_type=[KINDS[letter] for letter in pattern],
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        intermediate_size=48,
+        ssm_state_size=8,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        n_groups=2,
+        chunk_size=16,
+        time_step_min=1e-6,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=48,
+        routed_scaling_factor=2.5,
+    )
+    return NemotronHConfig(**{**fields, **edits})
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Random norm weights 1 +- 0.3, matrices large enough that every layer matters, random biases and selection bias."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.3 * noise(parameter))
+            elif parameter.ndim >= 2 and "conv1d" not in name:
+                parameter.copy_(noise(parameter) * 1.5 / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(0.3 * noise(parameter))
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.copy_(0.2 * noise(buffer))
+
+
+def tiny_model(seed: int = 0, pattern: str = "ME*ME", **edits: Any) -> NemotronHForCausalLM:
+    """A tiny random model in eval mode."""
+    model = NemotronHForCausalLM(tiny_config(pattern, **edits))
+    randomise(model, seed)
+    return model.eval()
+
+
+def tiny_folder(path: Path, sharded: bool = False, seed: int = 0, pattern: str = "ME*ME", **edits: Any) -> Path:
+    """Save a tiny random model with transformers' own writer; ``sharded`` makes several files with an index."""
+    tiny_model(seed, pattern, **edits).save_pretrained(path, max_shard_size="40KB" if sharded else "1GB")
+    return path
+
+
+def tokens(batch: int = 2, length: int = 24, vocab: int = 128, seed: int = 0) -> torch.Tensor:
+    """Random token ids, (B, T)."""
+    return torch.randint(3, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
