@@ -13,27 +13,27 @@ KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 
 def tiny_config(pattern: str = "ME*ME", **edits: Any) -> NemotronHConfig:
     """A hybrid of every layer kind but dense MLP (give ``pattern="ME*-E"`` for one)."""
-    fields: dict[str, Any] = dict(
-        vocab_size=128,
-        hidden_size=64,
-        layers_block_type=[KINDS[letter] for letter in pattern],
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        intermediate_size=48,
-        ssm_state_size=8,
-        mamba_num_heads=8,
-        mamba_head_dim=8,
-        n_groups=2,
-        chunk_size=16,
-        time_step_min=1e-6,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=48,
-        routed_scaling_factor=2.5,
-    )
+    fields: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "layers_block_type": [KINDS[letter] for letter in pattern],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "intermediate_size": 48,
+        "ssm_state_size": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "time_step_min": 1e-6,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 2.5,
+    }
     return NemotronHConfig(**{**fields, **edits})
 
 

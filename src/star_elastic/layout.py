@@ -16,6 +16,7 @@ Python, so that ``inspect`` answers without importing torch.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -294,7 +295,9 @@ class Layout:
         if layers is None:
             return
         if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < self.num_layers:
-            raise WidthError(f"kept layers {list(layers)} must be ascending, without repeats, from 0 to {self.num_layers - 1}")
+            raise WidthError(
+                f"kept layers {list(layers)} must be ascending, without repeats, from 0 to {self.num_layers - 1}"
+            )
         kinds = {unit.kind for unit in self.kept_units(layers)}
         for kind in sorted(self.required_kinds - kinds):
             having = [unit.layer for unit in self.units if unit.kind == kind]
@@ -332,6 +335,15 @@ class Layout:
     def find(self, name: str) -> Located | None:
         """What ``name`` stands for, in memory or on disk; None if the table does not know it."""
         return self._names.get(name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the architecture: equal for two models whose tables, shapes and top-k are equal."""
+        lines = [
+            f"{self.family} top_k={self.top_k}",
+            *(f"{unit.name(row)} {row.shape}" for unit, row in self.tensors()),
+        ]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def runs(index: Sequence[int]) -> list[tuple[int, int]]:

@@ -91,7 +91,9 @@ def layer_kinds(config: Config) -> list[str]:
     named, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if named is None:
         if not isinstance(pattern, str):
-            raise CheckpointError("config.json: neither layers_block_type nor hybrid_override_pattern says what the layers are")
+            raise CheckpointError(
+                "config.json: neither layers_block_type nor hybrid_override_pattern says what the layers are"
+            )
         named = [PATTERN.get(letter, letter) for letter in pattern]
     if not isinstance(named, list) or not named:
         raise CheckpointError(f"config.json: layers_block_type must be a non-empty list, not {named!r}")
@@ -142,7 +144,11 @@ def mamba_rows(table: Table, config: Config, formats: frozenset[str]) -> list[Ro
     """Mamba-2 mixer. Masks act on x before the gated norm: on its rows of in_proj and its lanes of the conv bias."""
     inner, masked = "mamba_heads*mamba_head_dim", "mamba_heads!*mamba_head_dim!"
     in_rows = f"{inner} + {masked} + groups*state + groups*state + mamba_heads"
-    biases = [table.row("mixer.in_proj.bias", in_rows), table.row("mixer.out_proj.bias", "hidden!")] if config["use_bias"] else []
+    biases = (
+        [table.row("mixer.in_proj.bias", in_rows), table.row("mixer.out_proj.bias", "hidden!")]
+        if config["use_bias"]
+        else []
+    )
     conv_bias = table.row("mixer.conv1d.bias", f"{masked} + groups*state + groups*state")
     return [
         table.row("mixer.in_proj.weight", f"{in_rows}, hidden", formats=formats),
@@ -226,12 +232,22 @@ def layer_unit(table: Table, config: Config, number: int) -> Unit:
     elif kind == MOE:
         rows = moe_rows(table, config)
         router = Router("mixer.gate", "sigmoid_bias")
-        taps += [Tap("expert_ffn", "mixer.experts", "experts"), Tap("shared_ffn", "mixer.shared_experts.down_proj", "input")]
+        taps += [
+            Tap("expert_ffn", "mixer.experts", "experts"),
+            Tap("shared_ffn", "mixer.shared_experts.down_proj", "input"),
+        ]
     else:
         rows = mlp_rows(table, config, "mixer", "ffn")
         taps += [Tap("ffn", "mixer.down_proj", "input")]
     return Unit(
-        "model.layers.{}", "backbone.layers.{}", kind, (norm, *rows), number, router, taps=tuple(taps), states=tuple(states)
+        "model.layers.{}",
+        "backbone.layers.{}",
+        kind,
+        (norm, *rows),
+        number,
+        router,
+        taps=tuple(taps),
+        states=tuple(states),
     )
 
 

@@ -1,0 +1,157 @@
+"""The table against real models of transformers: names, shapes, defaults; and its grammar against hand-worked cases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from tiny import tiny_config, tiny_folder, tiny_model
+from transformers import NemotronHConfig
+
+from star_elastic.axes import Axis
+from star_elastic.families import layout_of
+from star_elastic.families.nemotron_h import DEFAULTS
+from star_elastic.layout import parse_dims, runs
+from star_elastic.submodel import read_json
+
+VARIANTS = [
+    {"pattern": "ME*ME"},
+    {"pattern": "ME*-E"},
+    {"pattern": "M*-", "use_bias": True, "mlp_bias": True, "use_conv_bias": False},
+    {"pattern": "ME*E", "moe_latent_size": 24, "mlp_bias": True},
+    {"pattern": "ME*E", "n_group": 2, "topk_group": 1},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_table_names_every_tensor_in_memory_with_its_shape(variant: dict[str, object]) -> None:
+    model = tiny_model(**variant)  # type: ignore[arg-type]
+    table = {unit.name(row): row.shape for unit, row in layout_of(model.config.to_dict()).tensors()}
+    assert table == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_table_names_every_tensor_on_disk_with_its_shape(variant: dict[str, object], tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "parent", **variant)  # type: ignore[arg-type]
+    layout = layout_of(read_json(folder / "config.json"))
+    on_disk = {
+        (unit.disk_name(row, member=member) if row.unrolled else unit.disk_name(row))
+        for unit, row in layout.tensors()
+        for member in range(row.dims[0].size if row.unrolled else 1)
+    }
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert on_disk == set(file.keys())
+        for name in file.keys():  # noqa: SIM118
+            located = layout.find(name)
+            assert located is not None
+            assert [dim.size for dim in located.dims] == file.get_slice(name).get_shape()
+
+
+def test_fields_that_a_config_leaves_out_mean_what_transformers_means() -> None:
+    theirs = NemotronHConfig().to_dict()
+    del theirs["layers_block_type"]
+    assert {name: theirs[name] for name in theirs if name in DEFAULTS} == {
+        name: value for name, value in DEFAULTS.items() if name != "layers_block_type"
+    }
+
+
+def test_the_older_pattern_string_means_the_same_layers() -> None:
+    config = tiny_config("ME*-E").to_dict()
+    older = {**config, "hybrid_override_pattern": "ME*-E", "layers_block_type": None}
+    legacy = {**config, "layers_block_type": ["mamba", "moe", "attention", "mlp", "moe"]}
+    assert layout_of(config).fingerprint == layout_of(older).fingerprint == layout_of(legacy).fingerprint
+
+
+def test_the_fingerprint_tells_architectures_apart() -> None:
+    one = layout_of(tiny_config().to_dict()).fingerprint
+    assert one != layout_of(tiny_config(num_experts_per_tok=3).to_dict()).fingerprint
+    assert one != layout_of(tiny_config(hidden_size=68).to_dict()).fingerprint
+
+
+def test_segments_and_factors_index_row_major() -> None:
+    """Rows z, x (2 groups of 2 heads, 2 channels each), one constant of 3, dt; keep head 0 of each group, channel 0."""
+    axes = {"h": Axis("h", 4, groups=2), "p": Axis("p", 2)}
+    (dim,) = parse_dims("h*p + h!*p! + c + h", axes, {"c": 3})
+    kept = {"h": axes["h"].members(2), "p": axes["p"].members(1)}
+    assert kept == {"h": [0, 2], "p": [0]}
+    assert dim.size == 8 + 8 + 3 + 4
+    assert dim.index(kept) == [0, 4, 8, 12, 16, 17, 18, 19, 21]
+    assert dim.width({"h": 2, "p": 1}) == 2 + 2 + 3 + 2
+    assert dim.index({"other": [0]}) is None
+    assert dim.masked_axes == {"h", "p"}
+
+
+def test_a_permutation_is_the_same_reading_as_a_cut() -> None:
+    axes = {"h": Axis("h", 2), "p": Axis("p", 3)}
+    (dim,) = parse_dims("h*p", axes, {})
+    names = [f"h{h}p{p}" for h in range(2) for p in range(3)]
+    index = dim.index({"h": [1, 0], "p": [2, 0, 1]})
+    assert index is not None
+    assert [names[i] for i in index] == ["h1p2", "h1p0", "h1p1", "h0p2", "h0p0", "h0p1"]
+
+
+def test_every_axis_is_masked_exactly_once_on_every_path() -> None:
+    """In each unit the axes with a mask site are those that the unit writes, each at one weight (and its biases)."""
+    layout = layout_of(tiny_config("ME*-E").to_dict())
+    sites = {
+        unit.kind: {
+            row.name: sorted(axis for dim in row.dims for axis in dim.masked_axes)
+            for row in unit.rows
+            if any(dim.masked_axes for dim in row.dims)
+        }
+        for unit in layout.units
+    }
+    assert sites == {
+        "embedding": {"weight": ["hidden"]},
+        "linear_attention": {
+            "mixer.in_proj.weight": ["mamba_head_dim", "mamba_heads"],
+            "mixer.conv1d.bias": ["mamba_head_dim", "mamba_heads"],
+            "mixer.out_proj.weight": ["hidden"],
+        },
+        "full_attention": {"mixer.o_proj.weight": ["heads", "hidden"]},
+        "moe": {
+            "mixer.experts.down_proj": ["expert_ffn", "hidden"],
+            "mixer.shared_experts.down_proj.weight": ["hidden", "shared_ffn"],
+        },
+        "mlp": {"mixer.down_proj.weight": ["ffn", "hidden"]},
+        "final_norm": {},
+        "head": {},
+    }
+
+
+def test_runs_compress_to_contiguous_stretches() -> None:
+    assert runs([]) == []
+    assert runs([3]) == [(3, 1)]
+    assert runs([0, 1, 2]) == [(0, 3)]
+    assert runs([0, 1, 4, 5, 6, 2]) == [(0, 2), (4, 3), (2, 1)]
+
+
+def test_a_childs_config_loads_in_transformers_with_the_cut_shapes() -> None:
+    from star_elastic.families import family_of
+
+    parent = tiny_config("ME*-E")
+    widths = {
+        "hidden": 32,
+        "heads": 4,
+        "mamba_heads": 4,
+        "mamba_head_dim": 4,
+        "experts": 4,
+        "expert_ffn": 16,
+        "ffn": 24,
+    }
+    config = parent.to_dict() | {"auto_map": {"AutoConfig": "x.Y"}}
+    written = family_of(config).child_config(config, widths, [0, 1, 2, 3])
+    assert "auto_map" not in written
+    assert (
+        written["hybrid_override_pattern"] == "ME*-" and written["num_hidden_layers"] == 4 and written["head_dim"] == 8
+    )
+    child = NemotronHConfig.from_dict(written)
+    with torch.device("meta"):
+        from transformers import NemotronHForCausalLM
+
+        model = NemotronHForCausalLM(child)
+    cut = layout_of(parent.to_dict())
+    table = {unit.name(row): row.cut_shape(widths) for unit, row in cut.tensors([0, 1, 2, 3])}
+    assert table == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
