@@ -69,7 +69,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from star_elastic.version import VERSION as __version__
+from star_elastic.version import VERSION
 
 if TYPE_CHECKING:
     from star_elastic.demo import run_demo
@@ -83,6 +83,8 @@ if TYPE_CHECKING:
     from star_elastic.sort import sort_parent
     from star_elastic.submodel import ElasticConfig, Submodel
     from star_elastic.train import train_family
+
+__version__ = VERSION
 
 _HOME = {
     "ElasticConfig": "submodel",
