@@ -179,7 +179,7 @@ def slice_verb(
       star-elastic slice ./parent ./cut --width hidden=1920 --width expert_ffn=960
       star-elastic slice ./elastic ./fits --memory 24GiB --context 32768 --dry-run
     """
-    from star_elastic.ladder import SizeRequest, run_slice
+    from star_elastic.selection import SizeRequest, run_slice
 
     request = SizeRequest.parse(
         to=to,

@@ -1,0 +1,239 @@
+"""What a model can be cut to, and what each nested size costs. Read from config.json alone: no weights, no torch.
+
+``describe`` gathers the facts, ``print_description`` shows them to people, ``Description.as_json`` to programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from star_elastic import cost
+from star_elastic.axes import Axis
+from star_elastic.errors import CheckpointError
+from star_elastic.layout import Dim, Layout, runs
+from star_elastic.presets import get_preset
+from star_elastic.submodel import FULL, ElasticConfig, Submodel, open_elastic
+from star_elastic.units import format_bytes, format_count
+
+STORED_FORMATS = ("bf16", "fp8", "nvfp4")
+
+
+@dataclass(frozen=True)
+class SubmodelCost:
+    """What one nested model keeps and costs.
+
+    Attributes:
+        widths: every width axis, spelled out.
+        layers: the parent's layers that stay, or None for all.
+        params: total parameters; buffers are not among them.
+        active_params: parameters that one token uses, both embedding matrices counted.
+        active_params_without_embedding: the same without the input embedding.
+        bytes: resident bytes of all weights and buffers, by format.
+        kv_bytes_per_token: keys and values of one token, two bytes a number.
+        state_bytes_per_sequence: convolution and SSM states of one sequence.
+        copied_bytes: bytes (bf16) of the tensors that cannot be views of the parent when this submodel is held in memory.
+        copied_axes: the cut axes that cause those copies.
+    """
+
+    widths: dict[str, int]
+    layers: tuple[int, ...] | None
+    params: int
+    active_params: int
+    active_params_without_embedding: int
+    bytes: dict[str, int]
+    kv_bytes_per_token: int
+    state_bytes_per_sequence: int
+    copied_bytes: int
+    copied_axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Description:
+    """Everything ``inspect`` shows.
+
+    Attributes:
+        source: the folder, or the preset's name.
+        layout: the model's table.
+        elastic: nested models and what is known of their origin.
+        submodels: cost by name; the whole model is among them, as ``full`` if no listed name stands for it.
+    """
+
+    source: str
+    layout: Layout
+    elastic: ElasticConfig
+    submodels: dict[str, SubmodelCost]
+
+    def as_json(self) -> dict[str, object]:
+        """One JSON object; numbers are exact."""
+        return {
+            "source": self.source,
+            "family": self.layout.family,
+            "layers": [unit.kind for unit in self.layout.units if unit.layer is not None],
+            "axes": {name: _axis_json(axis) for name, axis in self.layout.axes.items()},
+            "sorted_axes": list(self.elastic.sorted_axes),
+            "submodels": {name: asdict(submodel) for name, submodel in self.submodels.items()},
+        }
+
+
+def describe(source: Path | str | None = None, *, preset: str | None = None) -> Description:
+    """Describe a model folder, a published model, or a folder with a published model's sizes.
+
+    Args:
+        source: a model folder or its config.json; weights are not looked at.
+        preset: name of a published model.
+
+    Raises:
+        CheckpointError: neither is given, or config.json or elastic.json is missing or damaged.
+        UnknownNameError: unknown family or preset.
+
+    Example:
+        >>> describe(preset="nemotron-3-nano-30b-a3b").submodels["30b"].params
+        31577937344
+    """
+    if source is not None:
+        folder = Path(source)
+        folder = folder.parent if folder.name == "config.json" and folder.is_file() else folder
+        _, layout, elastic = open_elastic(folder, preset=preset)
+    elif preset is not None:
+        layout, elastic = get_preset(preset).layout, ElasticConfig.of_preset(get_preset(preset))
+    else:
+        raise CheckpointError("nothing to inspect: give a model folder, or --preset NAME")
+    submodels = {name: submodel_cost(layout, submodel) for name, submodel in with_full(layout, elastic).items()}
+    return Description(str(source or preset), layout, elastic, submodels)
+
+
+def with_full(layout: Layout, elastic: ElasticConfig) -> dict[str, Submodel]:
+    """The nested models, led by ``full`` unless one of them is already the whole model."""
+    listed = elastic.submodels
+    missing = not any(submodel.is_full(layout) for submodel in listed.values())
+    return {FULL: Submodel(), **listed} if missing else dict(listed)
+
+
+def submodel_cost(layout: Layout, submodel: Submodel) -> SubmodelCost:
+    """Count one nested model."""
+    widths, layers = layout.complete(submodel.widths), submodel.layers
+    copied_bytes, copied_axes = copies(layout, submodel)
+    return SubmodelCost(
+        widths=widths,
+        layers=layers,
+        params=cost.params(layout, widths, layers),
+        active_params=cost.active_params(layout, widths, layers),
+        active_params_without_embedding=cost.active_params(layout, widths, layers, embedding=False),
+        bytes={dtype: int(cost.weight_bytes(layout, widths, layers, dtype)) for dtype in STORED_FORMATS},
+        kv_bytes_per_token=cost.kv_bytes_per_token(layout, widths, layers),
+        state_bytes_per_sequence=cost.state_bytes_per_sequence(layout, widths, layers),
+        copied_bytes=copied_bytes,
+        copied_axes=copied_axes,
+    )
+
+
+def copies(layout: Layout, submodel: Submodel) -> tuple[int, tuple[str, ...]]:
+    """Bytes (bf16) that a submodel in memory adds to its parent, and the axes that cause them.
+
+    A dimension whose kept positions are one contiguous run is a view of the parent; any other is gathered into a copy.
+    """
+    widths = layout.complete(submodel.widths)
+    members = layout.members(widths)
+    known: dict[Dim, bool] = {}
+
+    def gathered(dim: Dim) -> bool:
+        if dim not in known:
+            index = dim.index(members)
+            known[dim] = index is not None and len(runs(index)) > 1
+        return known[dim]
+
+    total = 0.0
+    axes: set[str] = set()
+    for _, row in layout.tensors(submodel.layers):
+        causes = [dim for dim in row.dims if gathered(dim)]
+        if causes and row.alias is None:
+            total += row.numel(widths) * cost.bytes_per_number(row, "bf16")
+            axes.update(*(dim.axes & members.keys() for dim in causes))
+    return int(total), tuple(sorted(axes))
+
+
+def legal_text(axis: Axis) -> str:
+    """Legal widths in a few characters: ``8..2688 step 8``."""
+    if axis.minimum == axis.size:
+        return f"{axis.size} only"
+    last = axis.legal()[-2] if axis.size % axis.step else axis.size
+    step = f" step {axis.step}" if axis.step > 1 else ""
+    return f"{axis.minimum}..{last}{step}" + ("" if last == axis.size else f", or {axis.size}")
+
+
+def _axis_json(axis: Axis) -> dict[str, object]:
+    rules = [rule.why for rule in axis.rules]
+    legal = {"minimum": axis.minimum, "step": axis.step, "text": legal_text(axis), "why": rules}
+    return {"size": axis.size, "groups": axis.groups, "scope": axis.scope, "legal": legal}
+
+
+def run_inspect(source: Path | None, *, preset: str | None, as_json: bool) -> None:
+    """Describe a model on stdout, as tables or as one JSON object. Raises as ``describe`` does."""
+    description = describe(source, preset=preset)
+    if as_json:
+        print(json.dumps(description.as_json(), indent=2))
+    else:
+        print_description(description, Console())
+
+
+def print_description(description: Description, console: Console) -> None:
+    """Print the axes, then the nested models side by side."""
+    layout = description.layout
+    kinds = Counter(unit.kind for unit in layout.units if unit.layer is not None)
+    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    console.print(f"{description.source}: {layout.family}, {layout.num_layers} layers ({layers})", highlight=False)
+    console.print(_axes_table(layout, description.elastic))
+    for why, axes in _reasons(layout).items():
+        console.print(f"{', '.join(axes)}: {why}", highlight=False)
+    console.print(_submodels_table(layout, description.submodels))
+    console.print("copied: tensors that a submodel in memory cannot share with its parent; a slice on disk is always whole.")
+
+
+def _axes_table(layout: Layout, elastic: ElasticConfig) -> Table:
+    table = Table(title="axes", title_justify="left")
+    for heading in ("axis", "full", "legal widths", "sorted"):
+        table.add_column(heading, justify="right" if heading == "full" else "left")
+    for name, axis in layout.axes.items():
+        table.add_row(name, str(axis.size), legal_text(axis), "yes" if name in elastic.sorted_axes else "no")
+    return table
+
+
+def _reasons(layout: Layout) -> dict[str, list[str]]:
+    """Why some widths are illegal: each reason once, with the axes that it binds."""
+    reasons: dict[str, list[str]] = {}
+    for name, axis in layout.axes.items():
+        for rule in axis.rules:
+            reasons.setdefault(rule.why, []).append(name)
+    return reasons | {f"at least one {kind} layer stays": ["depth"] for kind in sorted(layout.required_kinds)}
+
+
+def _submodels_table(layout: Layout, submodels: Mapping[str, SubmodelCost]) -> Table:
+    table = Table(title="submodels", title_justify="left")
+    table.add_column("")
+    for name in submodels:
+        table.add_column(name, justify="right")
+    costs = list(submodels.values())
+    for axis, full in layout.complete({}).items():
+        widths = [submodel.widths[axis] for submodel in costs]
+        if any(width != full for width in widths):
+            table.add_row(axis, *(str(width) for width in widths))
+    if any(submodel.layers is not None for submodel in costs):
+        table.add_row("layers", *(str(len(s.layers) if s.layers is not None else layout.num_layers) for s in costs))
+    table.add_row("parameters", *(format_count(s.params) for s in costs))
+    table.add_row("active", *(format_count(s.active_params) for s in costs))
+    table.add_row("active, no input embedding", *(format_count(s.active_params_without_embedding) for s in costs))
+    for dtype in STORED_FORMATS:
+        table.add_row(f"weights in {dtype}", *(format_bytes(s.bytes[dtype]) for s in costs))
+    table.add_row("KV per token", *(format_bytes(s.kv_bytes_per_token) for s in costs))
+    table.add_row("state per sequence", *(format_bytes(s.state_bytes_per_sequence) for s in costs))
+    table.add_row("copied in memory", *(format_bytes(s.copied_bytes) for s in costs))
+    if any(s.copied_axes for s in costs):
+        table.add_row("copied because of", *(", ".join(s.copied_axes) or "-" for s in costs))
+    return table

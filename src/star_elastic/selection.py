@@ -1,0 +1,147 @@
+"""From what a user asks of ``slice`` to one nested model: by name, by widths, or by a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from star_elastic.errors import ElasticError
+from star_elastic.families.base import Config, itemsize
+from star_elastic.inspect import submodel_cost, with_full
+from star_elastic.ladder import Budget, choose
+from star_elastic.layout import Layout
+from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
+from star_elastic.units import format_bytes, format_count, parse_count, parse_size
+
+
+class RequestError(ElasticError, ValueError):
+    """A size asked for in no way, in several ways at once, or in words that cannot be read."""
+
+
+@dataclass(frozen=True)
+class SizeRequest:
+    """The size that a user wants; exactly one of the three is set.
+
+    Attributes:
+        name: a nested model's name.
+        submodel: explicit widths and kept layers.
+        budget: an upper bound; its dtype is filled in from the model.
+    """
+
+    name: str | None = None
+    submodel: Submodel | None = None
+    budget: Budget | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        to: str | None = None,
+        widths: Sequence[str] = (),
+        layers: str | None = None,
+        params: str | None = None,
+        active_params: str | None = None,
+        memory: str | None = None,
+        context: int = 8192,
+        batch: int = 1,
+    ) -> SizeRequest:
+        """Read the options of the command line, before any file is opened.
+
+        Raises:
+            RequestError: not exactly one kind of size was given, or a width or layer cannot be read.
+            QuantityError: a number or size cannot be read.
+        """
+        given = {
+            "--to": to is not None,
+            "--width/--layers": bool(widths) or layers is not None,
+            "--params": params is not None,
+            "--active-params": active_params is not None,
+            "--memory": memory is not None,
+        }
+        named = [option for option, is_given in given.items() if is_given]
+        if len(named) != 1:
+            problem = f"{' and '.join(named)} exclude each other" if named else "no size is given"
+            raise RequestError(f"{problem}: say exactly one of {', '.join(given)}")
+        if to is not None:
+            return cls(name=to)
+        if params is not None:
+            return cls(budget=Budget("params", parse_count(params)))
+        if active_params is not None:
+            return cls(budget=Budget("active_params", parse_count(active_params)))
+        if memory is not None:
+            return cls(budget=Budget("memory", parse_size(memory), context=context, batch=batch))
+        return cls(submodel=Submodel(widths=parse_widths(widths), layers=parse_layers(layers)))
+
+
+def parse_widths(words: Sequence[str]) -> dict[str, int]:
+    """Read ``AXIS=N`` words. Raises RequestError if one is malformed or names an axis twice."""
+    widths: dict[str, int] = {}
+    for word in words:
+        axis, equals, number = word.partition("=")
+        if not equals or not axis or not number.isdecimal():
+            raise RequestError(f"cannot read --width {word!r}: want AXIS=N, such as hidden=1920")
+        if axis in widths:
+            raise RequestError(f"--width names {axis} twice: {widths[axis]} and {number}")
+        widths[axis] = int(number)
+    return widths
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """Read ``0,1,3``. Raises RequestError if it is anything else."""
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise RequestError(f"cannot read --layers {text!r}: want layer numbers to keep, such as 0,1,3")
+    return tuple(int(word) for word in words)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The nested model that a request stands for.
+
+    Attributes:
+        name: its name, where it has one.
+        submodel: its widths and layers, checked.
+        lines: how it was found, for people.
+    """
+
+    name: str | None
+    submodel: Submodel
+    lines: tuple[str, ...] = ()
+
+
+def select(request: SizeRequest, config: Config, layout: Layout, elastic: ElasticConfig) -> Selection:
+    """Find the nested model that ``request`` stands for.
+
+    Raises:
+        UnknownNameError: no such submodel or axis.
+        WidthError: an illegal width or set of layers, or a budget that nothing fits.
+    """
+    if request.name is not None:
+        return Selection(request.name, elastic.get(request.name))
+    if request.submodel is not None:
+        request.submodel.check(layout)
+        return Selection(None, request.submodel)
+    assert request.budget is not None
+    budget = replace(request.budget, dtype="fp32" if itemsize(config) == 4 else "bf16")
+    choice = choose(layout, with_full(layout, elastic) if elastic.submodels else {}, budget)
+    name = choice.name if elastic.submodels else None
+    return Selection(name, choice.submodel, (f"ladder: {choice.ladder}", f"chosen: {choice.summary}"))
+
+
+def describe_cut(layout: Layout, submodel: Submodel) -> list[str]:
+    """What is cut and what remains, one fact a line."""
+    facts, full = submodel_cost(layout, submodel), submodel_cost(layout, Submodel())
+    cuts = [f"{axis} {full.widths[axis]} -> {width}" for axis, width in facts.widths.items() if width != full.widths[axis]]
+    if facts.layers is not None:
+        cuts.append(f"depth {layout.num_layers} -> {len(facts.layers)} (layers {', '.join(map(str, facts.layers))})")
+    total = f"{format_count(facts.params)} ({facts.params:,}), {facts.params / full.params:.1%} of the parent's"
+    return [
+        f"cut: {', '.join(cuts) or 'nothing, this is the whole model'}",
+        f"parameters: {total}; {format_count(facts.active_params)} active",
+        f"weights: {format_bytes(facts.bytes['bf16'])} in bf16",
+    ]
