@@ -1,0 +1,46 @@
+"""Which submodel a step trains: one budget per step, drawn with given probabilities.
+
+The sampler owns its random generator. Sharing torch's global one would tie the choice to every other draw of the program, and a
+run could not be resumed, or compared with another one, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class BudgetSampler:
+    """Draws one submodel name per step (method of arXiv 2511.16664: uniform in the first stage, skewed in the second).
+
+    Args:
+        probabilities: Name to probability. Normalised to sum 1; the order of the names is part of the draw.
+        seed: Seed of the sampler's own generator.
+
+    Example:
+        >>> sampler = BudgetSampler({"full": 0.5, "mid": 0.3, "small": 0.2}, seed=0)
+        >>> sampler.draw() in {"full", "mid", "small"}
+        True
+    """
+
+    def __init__(self, probabilities: Mapping[str, float], seed: int) -> None:
+        self.names = tuple(probabilities)
+        weights = torch.tensor(list(probabilities.values()), dtype=torch.float64)
+        self._edges = torch.cumsum(weights / weights.sum(), dim=0)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def draw(self) -> str:
+        """The submodel of the next step."""
+        point = torch.rand((), generator=self._generator, dtype=torch.float64)
+        index = int(torch.searchsorted(self._edges, point, right=True))
+        return self.names[min(index, len(self.names) - 1)]  # rounding may leave the last edge just below 1
+
+    def state(self) -> Tensor:
+        """The generator's state, uint8, for a checkpoint."""
+        return self._generator.get_state()
+
+    def restore(self, state: Tensor) -> None:
+        """Continue exactly where ``state`` was taken."""
+        self._generator.set_state(state)
