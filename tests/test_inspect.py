@@ -60,7 +60,7 @@ def test_folder_without_weights_counts_like_the_real_model(tmp_path: Path) -> No
     found = describe(folder).submodels
     assert list(found) == ["full", "half"]
     assert found["full"].params == meta_params()
-    half = dict(hidden_size=32, moe_intermediate_size=16, moe_shared_expert_intermediate_size=24)
+    half = {"hidden_size": 32, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24}
     assert found["half"].params == meta_params(**half)
     unused = 2 * (8 - 2) * 2 * 32 * 16  # MoE layers, idle experts, matrices, hidden, expert width
     assert found["half"].active_params == meta_params(**half) - unused
@@ -180,7 +180,8 @@ def test_bad_configs_end_in_one_line(
 
 def test_damaged_elastic_json_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = config_folder(tmp_path / "parent")
-    (folder / "elastic.json").write_text('{"format_version": 1, "family": "nemotron_h", "submodels": {"a": {"widths": {"hidden": 3}}}}')
+    content = {"format_version": 1, "family": "nemotron_h", "submodels": {"a": {"widths": {"hidden": 3}}}}
+    (folder / "elastic.json").write_text(json.dumps(content))
     assert main(["inspect", str(folder)]) == 2
     assert "hidden width 3 is illegal" in capsys.readouterr().err
 

@@ -22,11 +22,11 @@ LAYOUT = layout_of(CONFIG)
 @cache
 def real_params(hidden: int) -> int:
     """Parameters of the uniform ladder's member, of transformers' model: widths are multiples of 4 (16 bytes in fp32)."""
-    widths = dict(
-        hidden_size=hidden,
-        moe_intermediate_size=max(4, 32 * hidden // 64 // 4 * 4),
-        moe_shared_expert_intermediate_size=max(4, 48 * hidden // 64 // 4 * 4),
-    )
+    widths = {
+        "hidden_size": hidden,
+        "moe_intermediate_size": max(4, 32 * hidden // 64 // 4 * 4),
+        "moe_shared_expert_intermediate_size": max(4, 48 * hidden // 64 // 4 * 4),
+    }
     with torch.device("meta"):
         return sum(p.numel() for p in NemotronHForCausalLM(tiny_config(**widths)).parameters())
 
@@ -88,8 +88,8 @@ def test_named_submodels_are_the_ladder() -> None:
 def test_named_ladder_is_put_in_order_of_the_budgets_own_cost() -> None:
     # "thin" has fewer parameters in all, "few" has fewer active ones: experts are free per token.
     submodels = {"few": Submodel(widths={"expert_ffn": 16}), "thin": Submodel(widths={"experts": 2})}
-    by_total = [choose(LAYOUT, submodels, Budget("params", 10**9)).name, choose(LAYOUT, submodels, Budget("active_params", 10**9)).name]
-    assert by_total == ["few", "thin"]
+    largest = {kind: choose(LAYOUT, submodels, Budget(kind, 10**9)).name for kind in ("params", "active_params")}
+    assert largest == {"params": "few", "active_params": "thin"}
 
 
 def select_words(elastic: ElasticConfig | None = None, **words: Any) -> Selection:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-from rich.console import Console
 
 from star_elastic.errors import ElasticError
 from star_elastic.families.base import Config, itemsize
 from star_elastic.inspect import submodel_cost, with_full
 from star_elastic.ladder import Budget, choose
 from star_elastic.layout import Layout
-from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
+from star_elastic.submodel import ElasticConfig, Submodel
 from star_elastic.units import format_bytes, format_count, parse_count, parse_size
 
 
