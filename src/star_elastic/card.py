@@ -1,0 +1,121 @@
+"""The README.md of a folder that we write: where it comes from, how large it is, how to run it, under which licence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from star_elastic import cost
+from star_elastic.layout import Layout
+from star_elastic.submodel import FULL, Submodel
+from star_elastic.units import format_bytes, format_count
+from star_elastic.version import VERSION
+
+FRONT_MATTER_LICENCE = ("license", "license_name", "license_link", "language")
+
+
+def slice_card(
+    layout: Layout,
+    submodel: Submodel,
+    *,
+    title: str,
+    parent: str,
+    nbytes: int,
+    licence: Mapping[str, Any],
+    named: str | None,
+) -> str:
+    """The card of a slice.
+
+    Args:
+        layout: the parent's table.
+        submodel: what was kept of it.
+        title: name of the slice, for the heading.
+        parent: name of the parent.
+        nbytes: bytes of the slice's weights.
+        licence: front-matter fields taken over from the parent's card.
+        named: the submodel's name in the parent's family, where it has one.
+    """
+    widths = layout.complete(submodel.widths)
+    total = cost.params(layout, widths, submodel.layers)
+    active = cost.active_params(layout, widths, submodel.layers)
+    which = f"nested model `{named}`" if named and named != FULL else "nested model"
+    lines = [
+        front_matter(parent, licence),
+        f"# {title}\n",
+        f"A {which} of `{parent}`, cut out of its weights without training by star-elastic {VERSION}.\n",
+        "| | this model | parent |",
+        "|---|---|---|",
+        f"| parameters | {format_count(total)} ({total:,}) | {_count(cost.params(layout, {}))} |",
+        f"| active per token | {format_count(active)} ({active:,}) | {_count(cost.active_params(layout, {}))} |",
+        *_width_lines(layout, submodel),
+        f"\nThe weights take {format_bytes(nbytes)} ({nbytes:,} bytes).\n",
+        usage(title),
+        licence_text(parent, licence),
+    ]
+    return "\n".join(lines)
+
+
+def sorted_card(*, title: str, parent: str, axes: tuple[str, ...], licence: Mapping[str, Any]) -> str:
+    """The card of a sorted parent."""
+    lines = [
+        front_matter(parent, licence),
+        f"# {title}\n",
+        f"`{parent}` with its weights put in order of importance by star-elastic {VERSION}: the same function, nested.",
+        f"Sorted: {', '.join(axes) or 'nothing'}. Its nested models are listed in `elastic.json`.\n",
+        usage(title),
+        licence_text(parent, licence),
+    ]
+    return "\n".join(lines)
+
+
+def front_matter(parent: str, licence: Mapping[str, Any]) -> str:
+    """The block between ``---`` that model hubs read."""
+    fields = {**licence, "library_name": "transformers", "pipeline_tag": "text-generation", "base_model": parent}
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
+
+
+def usage(title: str) -> str:
+    """How to run the folder with transformers."""
+    return f"""## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{title}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{title}")
+inputs = tokenizer("Hello", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+```
+"""
+
+
+def licence_text(parent: str, licence: Mapping[str, Any]) -> str:
+    """Where the licence comes from."""
+    name = licence.get("license_name") or licence.get("license")
+    said = f"`{name}`, inherited from" if name else "That of"
+    return f"## License\n\n{said} `{parent}`; its licence and notice files, where it has any, are copied into this folder.\n"
+
+
+def read_licence(folder: Path) -> dict[str, Any]:
+    """Licence and language fields of a model card's front matter; empty where there is no card, or none that can be read."""
+    try:
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        block = text.removeprefix("---\n").split("\n---", 1)[0] if text.startswith("---\n") else ""
+        fields = yaml.safe_load(block)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return {name: fields[name] for name in FRONT_MATTER_LICENCE if name in fields} if isinstance(fields, dict) else {}
+
+
+def _width_lines(layout: Layout, submodel: Submodel) -> list[str]:
+    widths = layout.complete(submodel.widths)
+    lines = [f"| {name} | {widths[name]} | {axis.size} |" for name, axis in layout.width_axes.items()]
+    kept = len(submodel.layers) if submodel.layers is not None else layout.num_layers
+    return [*lines, f"| layers | {kept} | {layout.num_layers} |"]
+
+
+def _count(value: int) -> str:
+    return f"{format_count(value)} ({value:,})"

@@ -1,0 +1,29 @@
+"""Model folders in and out, tensor by tensor: nothing here ever holds a model, or even one large tensor, in memory.
+
+Reading maps the files; writing streams blocks; a folder is written beside its final place and renamed at the end::
+
+    source = Checkpoint.open("parent")
+    cuts = [TensorCut(info, name, dims, members), ...]
+    with target_folder("out", source.folder, size=sum(cut.nbytes for cut in cuts)) as folder:
+        write_weights(folder, cuts)
+        copy_companions(source.folder, folder)
+
+No torch: weights are moved as raw bytes, and numpy does that.
+"""
+
+from star_elastic.checkpoint.companions import copy_companions
+from star_elastic.checkpoint.cut import TensorCut
+from star_elastic.checkpoint.reader import Checkpoint, TensorInfo
+from star_elastic.checkpoint.target import check_target, target_folder
+from star_elastic.checkpoint.writer import MAX_SHARD_BYTES, write_weights
+
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "Checkpoint",
+    "TensorCut",
+    "TensorInfo",
+    "check_target",
+    "copy_companions",
+    "target_folder",
+    "write_weights",
+]

@@ -1,0 +1,69 @@
+"""One tensor of the folder to be written: which tensor it comes from, and which members of each axis it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from star_elastic.checkpoint.reader import TensorInfo
+from star_elastic.checkpoint.take import Index, take_blocks
+from star_elastic.layout import Dim, Members
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """A planned tensor. Positions are computed when it is written: lists for every expert of a large model would fill memory.
+
+    Attributes:
+        info: the tensor to read.
+        name: the name to write it under.
+        dims: what indexes each of its dimensions.
+        members: members to take of each axis, in order; an axis left out is taken whole.
+        by_member: further ``members`` for single members of the first dimension (an order of its own for each expert).
+    """
+
+    info: TensorInfo
+    name: str
+    dims: tuple[Dim, ...]
+    members: Members
+    by_member: Mapping[int, Members] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str:
+        """safetensors dtype name: the source's, always."""
+        return self.info.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per number."""
+        return self.info.itemsize
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape after the cut."""
+        widths = {axis: len(kept) for axis, kept in self.members.items()}
+        return tuple(dim.width(widths) for dim in self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes after the cut."""
+        size = self.itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+    def index(self) -> tuple[Index, ...]:
+        """Positions to take along each dimension."""
+        return tuple(dim.index(self.members) for dim in self.dims)
+
+    def blocks(self) -> Iterator[memoryview]:
+        """The bytes of the cut tensor, as ``take.take_blocks`` yields them."""
+        array = self.info.array()
+        if not self.by_member:
+            yield from take_blocks(array, self.index())
+            return
+        first, *rest = self.dims
+        kept = first.index(self.members)
+        for member in range(first.size) if kept is None else kept:
+            members = {**self.members, **self.by_member.get(member, {})}
+            yield from take_blocks(array[member], [dim.index(members) for dim in rest])
