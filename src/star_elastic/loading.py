@@ -1,0 +1,81 @@
+"""Loading a transformers model from a folder, with its faults told in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from star_elastic.errors import CheckpointError, ElasticError, nearest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DeviceError(ElasticError, ValueError):
+    """A device or dtype that does not exist here."""
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name; ``auto`` is the first GPU, or else the CPU.
+
+    Raises:
+        DeviceError: no such device on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        reason = str(error).splitlines()[0]
+        raise DeviceError(f"device {name!r} cannot be used here: {reason}") from None
+    return device
+
+
+def choose_dtype(name: str) -> torch.dtype | str:
+    """The dtype of a name; ``auto`` stays ``auto``, which loads weights as they are stored.
+
+    Raises:
+        DeviceError: unknown name.
+    """
+    if name == "auto":
+        return name
+    if name not in DTYPES:
+        raise DeviceError(f"unknown dtype {name!r}: {nearest(name, [*DTYPES, 'auto'])}")
+    return DTYPES[name]
+
+
+def load_model(folder: Path | str, *, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
+    """Load a causal LM in eval mode; code that came with the folder is never run.
+
+    Raises:
+        CheckpointError: tensors are missing or have the wrong shape.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _no_bars():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    for fault in ("missing_keys", "mismatched_keys"):
+        if info[fault]:
+            first = sorted(map(str, info[fault]))[0]
+            raise CheckpointError(f"{folder}: {fault.replace('_', ' ')}, among them {first}")
+    return model.to(device).eval()
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """transformers without its own progress bars, put back as they were."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

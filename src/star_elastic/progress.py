@@ -1,0 +1,55 @@
+"""One progress bar for all long work: how far, how fast, how long still. It goes to stderr, so that stdout stays clean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from star_elastic.units import format_bytes, format_count
+
+
+class RateColumn(ProgressColumn):
+    """Units of work per second."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        """The rate so far, such as ``12.3k tokens/s`` or ``1.2 GiB/s``."""
+        speed = task.finished_speed or task.speed
+        if speed is None:
+            return Text("")
+        return Text(f"{format_bytes(speed)}/s" if self.unit == "bytes" else f"{format_count(speed)} {self.unit}/s")
+
+
+@contextmanager
+def progress_bar(description: str, total: int, unit: str, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show a bar while the block runs, and yield a function that advances it.
+
+    Args:
+        description: what is being done.
+        total: units of work in all.
+        unit: their name in the plural; ``bytes`` are shown as KiB, MiB, ...
+        shown: False shows nothing; the function still takes calls.
+
+    Example:
+        >>> with progress_bar("scoring", 4096, "tokens", shown=False) as advance:
+        ...     advance(1024)
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), RateColumn(unit), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task(description, total=total)
+
+        def advance(amount: int) -> None:
+            progress.advance(task, amount)
+
+        try:
+            yield advance
+        except BaseException:
+            progress.live.transient = True  # an error is told in one line, without half a bar above it
+            raise
