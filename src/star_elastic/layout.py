@@ -105,10 +105,14 @@ class Dim:
 
 @dataclass(frozen=True)
 class Norm:
-    """Marks a weight as an RMS norm's: ``groups`` statistics over equal parts; ``eps`` is the module's attribute."""
+    """Marks a weight as an RMS norm's: ``groups`` statistics over equal parts; ``eps`` is the module's attribute.
+
+    ``fused_in`` names the module that, in training, may pass the norm's weight and eps to one fused kernel instead of calling it.
+    """
 
     groups: int = 1
     eps: str = "variance_epsilon"
+    fused_in: str | None = None
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def mamba_rows(table: Table, config: Config, formats: frozenset[str]) -> list[Ro
         table.row("mixer.conv1d.weight", f"{inner} + groups*state + groups*state, 1, kernel"),
         *([conv_bias] if config["use_conv_bias"] else []),
         *(table.row(f"mixer.{name}", "mamba_heads") for name in ("A_log", "D", "dt_bias")),
-        table.row("mixer.norm.weight", inner, norm=Norm(groups=config["n_groups"])),
+        table.row("mixer.norm.weight", inner, norm=Norm(groups=config["n_groups"], fused_in="mixer")),
         table.row("mixer.out_proj.weight", f"hidden!, {inner}", formats=formats),
         *biases,
     ]

@@ -1,0 +1,229 @@
+"""ElasticModel: a transformers causal LM that also runs as any of its nested models.
+
+The parent stays what it is, module for module. Two lenses look at the same parameters: the sliced lens computes what the
+exported slice computes, on views (``at``); the masked lens computes at full width under masks (``masked``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from star_elastic.checkpoint import Checkpoint, target_folder
+from star_elastic.errors import ElasticError
+from star_elastic.families import layout_of
+from star_elastic.layout import Layout
+from star_elastic.lens_masked import MaskedLens
+from star_elastic.lens_sliced import SlicedLens
+from star_elastic.masks import Masks
+from star_elastic.rewrite import locate
+from star_elastic.skeleton import compare_shapes
+from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
+from star_elastic.switch import Lens, install
+from star_elastic.views import ViewModel
+
+
+class ElasticModel(nn.Module):
+    """A causal LM and its nested models, on one set of parameters.
+
+    Args:
+        model: a transformers model of a known family. It is patched, not copied or wrapped: it stays usable by itself.
+        config: the nested models by name; None for none but ``full``.
+
+    Attributes:
+        model: the parent.
+        config: the nested models.
+        layout: the parent's table.
+
+    Raises:
+        UnknownNameError: no family file describes the model.
+        CheckpointError: ``config`` is for another family, or lists a nested model that this parent cannot be cut to.
+        ElasticError: parameters of the model are offloaded to CPU or disk.
+
+    Example:
+        >>> elastic = ElasticModel(model)                                            # doctest: +SKIP
+        >>> elastic.add("small", Submodel(widths={"hidden": 48}))                    # doctest: +SKIP
+        >>> loss = elastic(input_ids, labels=input_ids, submodel="small").loss       # doctest: +SKIP
+    """
+
+    def __init__(self, model: PreTrainedModel, config: ElasticConfig | None = None) -> None:
+        super().__init__()
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ElasticError(
+                "parameters are on the meta device (offloaded to CPU or disk?): load the model into memory"
+            )
+        self.layout: Layout = layout_of({**model.config.to_dict(), "dtype": str(model.dtype)})
+        self.config = config or ElasticConfig(family=self.layout.family)
+        self.config.check(self.layout)
+        compare_shapes(model, self.layout, Submodel())
+        self.model = model
+        self._frames = ("", model.base_model_prefix)
+        self._switch = install(model, [unit.module for unit in self.layout.units], self._frames)
+        self._lenses: dict[str, SlicedLens] = {}
+        self._views: dict[str, ViewModel] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: Path | str,
+        *,
+        submodels: Mapping[str, Submodel] | None = None,
+        preset: str | None = None,
+        **kwargs: Any,
+    ) -> ElasticModel:
+        """Load a folder, with its nested models from ``elastic.json``, a preset, and ``submodels``.
+
+        Everything that can be checked without weights is checked before they are loaded. Code that comes with a checkpoint is
+        never run.
+
+        Args:
+            folder: a transformers folder; ``elastic.json`` is optional.
+            submodels: further nested models by name.
+            preset: take the nested models of this published model.
+            **kwargs: passed on to transformers: ``dtype``, ``device_map``, ``attn_implementation``, ...
+
+        Raises:
+            CheckpointError: the folder is missing, damaged, or its files disagree.
+            UnknownNameError: unknown family, axis or preset.
+            WidthError: a submodel that this parent cannot be cut to.
+        """
+        _, layout, config = open_elastic(folder, preset=preset, submodels=submodels)
+        locate(layout, Checkpoint.open(folder))
+        model = AutoModelForCausalLM.from_pretrained(folder, **{"dtype": "auto", **kwargs, "trust_remote_code": False})
+        return cls(model, config)
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        """Write an ordinary transformers folder with ``elastic.json`` beside it; it appears whole or not at all.
+
+        Raises:
+            TargetError: ``folder`` exists and is not empty.
+        """
+        with target_folder(folder) as target:
+            self.model.save_pretrained(target)
+            self.config.save(target)
+
+    def add(self, name: str, submodel: Submodel) -> None:
+        """Register a nested model under a name; the name of an existing one is given a new meaning.
+
+        Raises:
+            WidthError, UnknownNameError: the parent cannot be cut so.
+        """
+        submodel.check(self.layout)
+        self.config = self.config.model_copy(update={"submodels": {**self.config.submodels, name: submodel}})
+
+    @contextmanager
+    def at(self, name: str) -> Iterator[ElasticModel]:
+        """Run as a nested model inside a ``with`` block; blocks nest, and exceptions restore what was before.
+
+        Raises:
+            UnknownNameError: no such nested model.
+        """
+        with self._switch.through(self._lens(name)):
+            yield self
+
+    @contextmanager
+    def masked(self, masks: Masks) -> Iterator[ElasticModel]:
+        """Run the whole model under masks inside a ``with`` block.
+
+        Args:
+            masks: axis -> mask [size], or (axis, layer) -> mask [size]; ``depth`` has one entry per decoder layer.
+
+        Raises:
+            UnknownNameError, WidthError: a mask that does not fit the model.
+        """
+        with self._switch.through(MaskedLens(self.model, self.layout, masks)):
+            yield self
+
+    def forward(self, *args: Any, submodel: str | None = None, **kwargs: Any) -> Any:
+        """The parent's forward, as the nested model ``submodel``, or as what the ``with`` block around the call says."""
+        with self._as(submodel):
+            return self.model(*args, **kwargs)
+
+    def submodel(self, name: str) -> PreTrainedModel:
+        """A nested model as an ordinary transformers model in evaluation mode, whose parameters are views of the parent's.
+
+        The same object comes back at each call, brought up to date. Tensors that cannot be views (see ``copied_bytes``) are
+        gathered again where the parent has changed; call this again after training steps or after moving the model.
+
+        Raises:
+            UnknownNameError: no such nested model.
+            ElasticError: the parent is spread over several devices.
+        """
+        return self._view(self.config.get(name)).fresh()
+
+    def copied_bytes(self, name: str) -> int:
+        """Bytes that ``submodel(name)`` holds beyond the parent's storage."""
+        view = self._view(self.config.get(name))
+        view.fresh()
+        return view.copied_bytes()
+
+    def generate(self, *args: Any, submodel: str | None = None, **kwargs: Any) -> Any:
+        """transformers' ``generate``, as the nested model ``submodel``, or as what the ``with`` block around the call says."""
+        with self._as(submodel):
+            lens = self._switch.lens
+            # Caches are laid out by the config of the model that generates, so a nested model generates by itself.
+            model = self._view(lens.submodel).fresh() if isinstance(lens, SlicedLens) else self.model
+            return model.generate(*args, **kwargs)
+
+    def features(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, submodel: str | None = None
+    ) -> torch.Tensor:
+        """What the head reads: the last hidden states after the final norm, [B, T, D], with D the nested model's width."""
+        with self._as(submodel):
+            output = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return output.last_hidden_state
+
+    def head_weight(self, submodel: str | None = None) -> torch.Tensor:
+        """The head's matrix [V, D], differentiable: logits are ``features @ head_weight.T``."""
+        head = next(unit for unit in self.layout.units if unit.kind == "head")
+        with self._as(submodel):
+            lens, weight = self._switch.lens, head.rows[0]
+            if isinstance(lens, SlicedLens):
+                return lens.part(head.module, weight.name)
+            return self.model.get_parameter(head.name(weight))
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether each unit keeps only its input for backward, and is computed again there; saves memory, costs a forward."""
+        return self._switch.checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, on: bool) -> None:
+        self._switch.checkpointing = on
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ElasticModel:
+        # Skeletons and views are made anew: a deep copy of a view would be a copy of the parent's tensor.
+        twin = ElasticModel(copy.deepcopy(self.model, memo), self.config.model_copy(deep=True))
+        twin.training = self.training
+        return twin
+
+    @contextmanager
+    def _as(self, submodel: str | None) -> Iterator[None]:
+        """The lens of ``submodel``, or the one already in force."""
+        if submodel is None:
+            yield
+        else:
+            with self._switch.through(self._lens(submodel)):
+                yield
+
+    def _lens(self, name: str) -> Lens | None:
+        submodel = self.config.get(name).completed(self.layout)
+        if submodel.is_full(self.layout):
+            return None
+        if (key := submodel.model_dump_json()) not in self._lenses:
+            self._lenses[key] = SlicedLens(self.model, self.layout, submodel, self._frames)
+        self._lenses[key].follow()
+        return self._lenses[key]
+
+    def _view(self, submodel: Submodel) -> ViewModel:
+        submodel = submodel.completed(self.layout)
+        if (key := submodel.model_dump_json()) not in self._views:
+            self._views[key] = ViewModel(self.model, self.layout, submodel)
+        return self._views[key]

@@ -1,0 +1,140 @@
+"""Skeletons: a nested model's modules without weights, on the meta device, ready to run on parts of the parent's tensors.
+
+A skeleton is the parent's own class, built from the parent's config with a few fields changed. Its shapes come from
+transformers, the cuts from the table; where the two differ something is wrong with one of them, and nothing runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from star_elastic.cut import Cut, plan_cut
+from star_elastic.families import FAMILIES
+from star_elastic.layout import Layout, Members, Unit
+from star_elastic.submodel import Submodel
+from star_elastic.swap import Slot
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a nested model: where it lies in the parent, where it goes in the skeleton, and the cut between."""
+
+    name: str
+    source: Slot
+    target: Slot
+    cut: Cut
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A unit of the parent by path, the skeleton's module in its stead, and the tensors to cut."""
+
+    path: str
+    child: nn.Module
+    parts: tuple[Part, ...]
+
+
+class Skeleton:
+    """A nested model on the meta device, in the parent's class, unit by unit beside the parent.
+
+    Attributes:
+        model: the nested model without weights.
+        pairs: its units with what they take from the parent.
+
+    Raises:
+        RuntimeError: a shape differs from the table's cut, which is a fault of the family file.
+    """
+
+    def __init__(self, parent: PreTrainedModel, layout: Layout, submodel: Submodel) -> None:
+        with torch.device("meta"), no_init_weights():
+            self.model: PreTrainedModel = model_class(parent)(child_config(parent, layout, submodel))
+        compare_shapes(self.model, layout, submodel)
+        members = layout.members(submodel.widths)
+        units = list(numbered_units(layout, submodel))
+        self.pairs = [pair_unit(parent, self.model, unit, path, members) for unit, path in units]
+        self._parent = parent
+        self._twins = list(twins(parent, self.model, {path: unit.module for unit, path in units}))
+
+    def follow(self) -> None:
+        """Take over what may have changed on the parent: implementations, training mode, computed buffers."""
+        for name in ("_attn_implementation", "_experts_implementation"):
+            if getattr(self.model.config, name) != getattr(self._parent.config, name):
+                setattr(self.model.config, name, getattr(self._parent.config, name))
+        for source, target in self._twins:
+            target.training = source.training
+            for name in target._non_persistent_buffers_set:
+                target._buffers[name] = source._buffers[name]
+
+
+def model_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class of a model; the one below where ``fully_shard`` has put its own in front."""
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def child_config(model: PreTrainedModel, layout: Layout, submodel: Submodel) -> Any:
+    """The nested model's config object: a copy of the parent's, never rebuilt from a dict, which loses renamed fields."""
+    config = copy.deepcopy(model.config)
+    edits = FAMILIES[layout.family].config_edits(model.config.to_dict(), submodel.widths, submodel.layers)
+    for name, value in edits.items():
+        setattr(config, name, value)
+    return config
+
+
+def numbered_units(layout: Layout, submodel: Submodel) -> Iterator[tuple[Unit, str]]:
+    """Each kept unit with its module path in the nested model, where decoder layers are numbered anew."""
+    kept = 0
+    for unit in layout.kept_units(submodel.layers):
+        yield unit, unit.path.format(kept)
+        kept += unit.layer is not None
+
+
+def pair_unit(parent: nn.Module, skeleton: nn.Module, unit: Unit, path: str, members: Members) -> Pair:
+    """A kept unit, with the cuts that make its nested form at ``path`` in the skeleton."""
+    source, target = parent.get_submodule(unit.module), skeleton.get_submodule(path)
+    parts = tuple(
+        Part(row.name, Slot.of(source, row.name), Slot.of(target, row.name), plan_cut(row, members))
+        for row in unit.rows
+    )
+    return Pair(unit.module, target, parts)
+
+
+def twins(parent: nn.Module, skeleton: nn.Module, renamed: Mapping[str, str]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Every module of the parent that the skeleton has too, beside it; ``renamed`` maps a unit's new path to its old."""
+    for path, module in skeleton.named_modules():
+        unit = next((new for new in renamed if path == new or path.startswith(f"{new}.")), None)
+        yield parent.get_submodule(path if unit is None else renamed[unit] + path.removeprefix(unit)), module
+
+
+def compare_shapes(model: nn.Module, layout: Layout, submodel: Submodel) -> None:
+    """Raise RuntimeError unless the model's parameters and saved buffers are exactly the table's, cut to ``submodel``."""
+    widths = layout.complete(submodel.widths)
+    table = {
+        f"{path}.{row.name}": row.cut_shape(widths)
+        for unit, path in numbered_units(layout, submodel)
+        for row in unit.rows
+    }
+    real = {name: tuple(tensor.shape) for name, tensor in saved_tensors(model)}
+    for name in sorted(table.keys() | real.keys()):
+        if table.get(name) != real.get(name):
+            raise RuntimeError(
+                f"internal error: the {layout.family} table has {name} as {table.get(name, 'nothing')}, "
+                f"transformers has {real.get(name, 'nothing')}"
+            )
+
+
+def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers by name, without ``state_dict``, whose hooks would reshard a sharded model."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for path, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                yield f"{path}.{leaf}" if path else leaf, buffer
