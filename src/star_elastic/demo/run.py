@@ -1,0 +1,179 @@
+"""The demo, stage by stage. Each stage writes one folder, whole or not at all, and is skipped where its folder exists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+
+from star_elastic.checkpoint import target_folder
+from star_elastic.demo.facts import Fact, sizes_share_memory, sorted_equals_parent, views_equal_folders
+from star_elastic.demo.measure import STAGES, Examiner, Size, as_json, measure_sizes, print_facts, print_sizes
+from star_elastic.demo.pretrain import mixture, train_parent
+from star_elastic.demo.settings import FULL, QUICK, Settings
+from star_elastic.demo.task import write_data
+from star_elastic.demo.tokenizer import write_tokenizer
+from star_elastic.elastic import ElasticModel
+from star_elastic.errors import TargetError
+from star_elastic.progress import progress_bar
+from star_elastic.score import score_parent
+from star_elastic.slice import slice_checkpoint
+from star_elastic.sort import sort_parent
+from star_elastic.submodel import Submodel, read_json
+from star_elastic.train import train_family
+from star_elastic.train.documents import load_tokenizer
+
+MARKER = "demo.json"
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """What the demo measured. ``passed``: all facts hold and, in the full demo, every trained size improved."""
+
+    sizes: list[Size]
+    facts: list[Fact]
+    passed: bool
+
+
+class Stages:
+    """Runs stages in one output folder and skips those whose result is there.
+
+    Raises:
+        TargetError: the folder holds something else, or a demo of other settings.
+    """
+
+    def __init__(self, out: Path, settings: Settings, console: Console) -> None:
+        self.out, self.console = out, console
+        wanted = json.loads(json.dumps(asdict(settings)))
+        marker = out / MARKER
+        if marker.exists():
+            if read_json(marker) != wanted:
+                raise TargetError(f"{out} holds a demo of other settings: choose another --out or delete it")
+            return
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise TargetError(f"{out} is not empty and holds no demo: choose another --out")
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+
+    def run(self, name: str, what: str, work: Callable[[Path], object]) -> Path:
+        """Run ``work(folder)``, which makes ``folder`` whole, unless it exists; return the folder."""
+        folder = self.out / name
+        if folder.exists():
+            self.console.print(f"[dim]{what}: done before, reused[/dim]")
+        else:
+            self.console.print(f"{what} -> {folder}", highlight=False)
+            work(folder)
+        return folder
+
+
+def run_demo(out: Path | str = "demo-out", *, quick: bool = False, progress: bool = True) -> DemoReport:
+    """Train a tiny hybrid parent, make it elastic, slice it, and measure every size.
+
+    Args:
+        out: folder for everything; a second run reuses finished stages.
+        quick: a short version that checks the facts and claims no accuracy.
+        progress: show progress bars.
+
+    Raises:
+        TargetError: ``out`` holds something else.
+
+    Example:
+        >>> run_demo("demo-out", quick=True).passed
+        True
+    """
+    settings, console = (QUICK if quick else FULL), Console()
+    stages = Stages(Path(out), settings, console)
+    data = stages.run("data", "writing chains and text", lambda folder: _write_data(folder, settings))
+    parent = stages.run(
+        "parent", "training a parent from scratch", lambda folder: train_parent(folder, data, settings, progress=progress)
+    )
+    scores = stages.run("scores", "scoring importance", lambda folder: _score(parent, folder, data, settings, progress))
+    sorted_parent = stages.run("sorted", "sorting", lambda folder: sort_parent(parent, folder, scores))
+    elastic = stages.run(
+        "elastic", "distilling three sizes in one run", lambda folder: _train(folder, sorted_parent, data, settings, progress)
+    )
+    slices = {
+        name: stages.run(f"slices/{name}", f"slicing {name}", lambda folder, n=name: _slice(elastic, folder, n, progress))
+        for name in settings.cuts
+    }
+    folders = dict(zip(STAGES, (parent, sorted_parent, elastic), strict=True))
+    return _examine(Path(out), folders, slices, data, settings, quick, progress, console)
+
+
+def _write_data(folder: Path, settings: Settings) -> None:
+    with target_folder(folder) as made:
+        write_data(made, rows=settings.rows, text_chars=settings.text_chars, held_out=settings.held_out, seed=settings.seed)
+        write_tokenizer(made / "tokenizer")
+
+
+def _score(parent: Path, folder: Path, data: Path, settings: Settings, progress: bool) -> None:
+    score_parent(
+        parent, folder, mixture(data), samples=8 * settings.batch_size, seq_len=settings.length, batch_size=32, progress=progress
+    )
+
+
+def _train(folder: Path, sorted_parent: Path, data: Path, settings: Settings, progress: bool) -> None:
+    """Write the recipe, where a user can read it, and run it; an interrupted run goes on where it stopped."""
+    recipe: dict[str, Any] = {
+        "parent": str(sorted_parent),
+        "output": str(folder),
+        "submodels": {name: {"widths": settings.widths(name)} for name in settings.cuts},
+        "data": mixture(data).model_dump(mode="json", exclude_unset=True),
+        "sequence_length": settings.length,
+        "batch_size": settings.batch_size,
+        "steps": settings.elastic_steps,
+        "optimizer": {
+            "lr": settings.elastic_lr,
+            "min_lr": settings.elastic_lr / 20,
+            "warmup_steps": settings.elastic_steps // 20,
+        },
+        "checkpoint_every": 100,
+        "seed": settings.seed,
+    }
+    path = folder.with_name("recipe.yaml")
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    train_family(path, resume=folder.with_name(folder.name + ".run").exists(), progress=progress)
+
+
+def _slice(elastic: Path, folder: Path, name: str, progress: bool) -> None:
+    from star_elastic.submodel import ElasticConfig
+
+    slice_checkpoint(elastic, folder, ElasticConfig.load(elastic).get(name), name=name, progress=progress)
+
+
+def _examine(
+    out: Path,
+    folders: dict[str, Path],
+    slices: dict[str, Path],
+    data: Path,
+    settings: Settings,
+    quick: bool,
+    progress: bool,
+    console: Console,
+) -> DemoReport:
+    submodels = {name: Submodel(widths=settings.widths(name)) for name in settings.cuts}
+    models = {stage: ElasticModel.from_pretrained(folder, submodels=submodels) for stage, folder in folders.items()}
+    examiner = Examiner(data, load_tokenizer(folders["trained"]), settings)
+    with progress_bar("evaluating", len(models) * len(submodels), "models", shown=progress) as advance:
+        sizes = measure_sizes(models, examiner, settings, advance)
+    parent = sizes[0].quality["unsorted"]
+    ids: torch.Tensor = examiner.held_out.batches[0]["input_ids"][:4]
+    facts = [
+        sorted_equals_parent(folders["unsorted"], folders["sorted"], ids),
+        views_equal_folders(models["trained"], slices, ids),
+        sizes_share_memory(models["trained"], list(settings.cuts)),
+    ]
+    passed = all(fact.holds for fact in facts) and (quick or all(size.improved for size in sizes))
+    (out / "report.json").write_text(json.dumps(as_json(sizes, parent, facts), indent=2) + "\n", encoding="utf-8")
+    print_sizes(sizes, parent, console)
+    if quick:
+        console.print("Quick version: it checks the facts below and claims no accuracy.")
+    print_facts(facts, console)
+    console.print(f"Numbers: {out / 'report.json'}. Try: star-elastic generate {folders['trained']} --submodel small --prompt ...")
+    return DemoReport(sizes, facts, passed)

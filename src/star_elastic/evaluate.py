@@ -1,0 +1,74 @@
+"""Two numbers about a model: loss on held-out text, and how often it answers a question with a known answer exactly."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Conversation = Sequence[Mapping[str, str]]
+
+
+@torch.inference_mode()
+def held_out_loss(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> float:
+    """Mean next-token cross-entropy in nats over all real tokens.
+
+    Args:
+        model: a transformers causal LM.
+        batches: each with ``input_ids`` and ``attention_mask``, (B, T); a prediction counts when its target is real.
+    """
+    total, count = 0.0, 0
+    for batch in batches:
+        ids, mask = batch["input_ids"].to(model.device), batch["attention_mask"].to(model.device)
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits  # (B, T, V)
+        real = mask[:, 1:].bool()
+        predicted, wanted = logits[:, :-1][real].float(), ids[:, 1:][real]
+        total += torch.nn.functional.cross_entropy(predicted, wanted, reduction="sum").item()
+        count += wanted.numel()
+    return total / max(count, 1)
+
+
+@torch.inference_mode()
+def exact_match(
+    model: Any, tokenizer: Any, conversations: Sequence[Conversation], *, max_new_tokens: int, end_of_thought: str = "</think>"
+) -> float:
+    """Share of questions whose greedy answer equals the expected one.
+
+    Args:
+        model: a transformers causal LM.
+        tokenizer: its tokenizer, with a chat template.
+        conversations: messages; the last one is the assistant's, and its content is the expected answer.
+        max_new_tokens: limit for thought and answer together.
+        end_of_thought: what stands between thought and answer; a continuation without it is wrong.
+
+    Prompts of equal length run as one batch, so that nothing is padded.
+    """
+    groups: dict[int, list[tuple[list[int], str]]] = defaultdict(list)
+    for *question, answer in conversations:
+        text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        groups[len(prompt)].append((prompt, answer["content"]))
+    right = 0
+    for group in groups.values():
+        prompts = torch.tensor([prompt for prompt, _ in group], device=model.device)  # (B, T)
+        written = model.generate(
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        for tokens, (_, wanted) in zip(written[:, prompts.shape[1] :], group, strict=True):
+            right += _answer(tokenizer, tokens.tolist(), end_of_thought) == wanted
+    return right / max(len(conversations), 1)
+
+
+def _answer(tokenizer: Any, tokens: list[int], end_of_thought: str) -> str | None:
+    """The text between the end of the thought and the end of the sequence; None if the thought did not end."""
+    ended = tokens.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in tokens else len(tokens)
+    _, found, answer = tokenizer.decode(tokens[:ended]).partition(end_of_thought)
+    return answer.strip() if found else None
