@@ -78,7 +78,7 @@ def training_loader(
         pad: Token on the right of short rows (packing ``apart``).
     """
     streams = [
-        RowStream(source, length, recipe.packing, recipe.shuffle_rows, f"{seed}/source {number}")
+        RowStream(source, length, recipe.packing, -(-recipe.shuffle_tokens // length), f"{seed}/source {number}")
         for number, source in enumerate(documents)
     ]
     with warnings.catch_warnings():
@@ -193,7 +193,8 @@ def _fresh(cursor: Cursor) -> bool:
 
 
 def _furthest_behind(drawn: Sequence[int], weights: Sequence[float]) -> int:
-    return min(range(len(drawn)), key=lambda source: drawn[source] / weights[source])
+    due = sum(drawn) / sum(weights)
+    return max(range(len(drawn)), key=lambda source: weights[source] * due - drawn[source])
 
 
 class _Pad:

@@ -110,10 +110,11 @@ def _thought_key(template: str) -> str | None:
 def _with_thoughts(message: Message, thought_key: str | None) -> Message:
     """The message without empty fields (tables fill absent ones with None), its thoughts where they are read."""
     turn = {key: value for key, value in message.items() if value is not None and key not in THOUGHT_KEYS}
-    thoughts = next((message[key] for key in THOUGHT_KEYS if message.get(key)), None)
+    thoughts = next((message[key] for key in THOUGHT_KEYS if message.get(key) is not None), None)
     turn.setdefault("content", "")
     if thoughts is None:
         return turn
     if thought_key is not None:
         return {**turn, thought_key: thoughts}
-    return {**turn, "content": f"<think>\n{str(thoughts).strip()}\n</think>\n\n{turn['content']}"}
+    inlined = f"<think>\n{str(thoughts).strip()}\n</think>\n\n" if str(thoughts).strip() else ""
+    return {**turn, "content": f"{inlined}{turn['content']}"}

@@ -106,7 +106,8 @@ class RowStream:
         documents: Token lists.
         length: Tokens of a full row.
         packing: See ``next_row``.
-        block: Rows that are read ahead and shuffled among themselves, so that a long document does not fill a whole batch.
+        block: Rows that are read ahead and shuffled among themselves, so that a long document does not fill a whole batch. A
+            block ends with its epoch.
         seed: Any text; equal seeds give equal rows.
     """
 
@@ -148,7 +149,9 @@ class RowStream:
         self._emitted = state["emitted"]
 
     def _read_block(self, begin: Position) -> None:
-        rows = [next_row(self._cursor, self._length, self._packing) for _ in range(self._block)]
+        rows: list[list[int]] = []
+        while len(rows) < self._block and not (rows and self._cursor.position.epoch > begin.epoch):
+            rows.append(next_row(self._cursor, self._length, self._packing))
         order = permutation(len(rows), f"{self._seed}/block {begin}")
         self._begin, self._rows, self._emitted = begin, [rows[i] for i in order.tolist()], 0
 

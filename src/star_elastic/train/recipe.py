@@ -93,13 +93,13 @@ class DataRecipe(Section):
         sources: At least one.
         packing: ``cross`` fills every row to the brim with documents, an end-of-sequence token after each; attention and SSM
             state run across them. ``apart`` puts one document (or one window of a long one) in a row and pads the rest.
-        shuffle_rows: Rows of a source are shuffled in blocks of this many, on top of the shuffle of its documents, so that
-            windows of one long document do not follow each other. 1 turns it off.
+        shuffle_tokens: Rows of a source are shuffled in blocks of about this many tokens, on top of the shuffle of its
+            documents, so that windows of one long document do not follow each other. 1 turns it off.
     """
 
     sources: tuple[SourceRecipe, ...] = Field(min_length=1)
     packing: Literal["cross", "apart"] = "cross"
-    shuffle_rows: PositiveInt = 64
+    shuffle_tokens: PositiveInt = 1 << 20
 
     @field_validator("sources")
     @classmethod

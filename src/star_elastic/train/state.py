@@ -1,0 +1,219 @@
+"""The folder of an unfinished run, ``OUTPUT.run``: its recipe, its metrics and its checkpoints.
+
+::
+
+    family.run/
+      recipe.json
+      metrics.jsonl
+      checkpoints/step-000500/   model.safetensors  optimizer.safetensors  random.safetensors  state.json
+
+A checkpoint appears whole or not at all, and is bit-exact: what follows it does not depend on whether the run was interrupted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from star_elastic.checkpoint import check_target, target_folder
+from star_elastic.errors import CheckpointError, RecipeError, TargetError
+from star_elastic.submodel import read_json
+from star_elastic.train.recipe import Recipe
+
+# What may differ between a run and its resumption: it does not touch a single number of the result.
+FREE_KEYS = frozenset({"checkpoint_every", "keep_checkpoints", "log_every", "output", "device"})
+
+
+class RunFolder:
+    """``OUTPUT.run``.
+
+    Args:
+        recipe: The recipe of the run.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.path = Path(f"{recipe.output}.run")
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+
+    def check(self, resume: bool) -> None:
+        """Refuse what would overwrite or mix runs; writes nothing.
+
+        Raises:
+            TargetError: the output exists, or an unfinished run does and ``resume`` was not asked for.
+            RecipeError: ``resume`` without a run, or with another recipe.
+        """
+        check_target(self.recipe.output, self.recipe.parent)
+        check_target(self.path / "new", self.recipe.parent)
+        if not resume:
+            if self.latest() is not None:
+                raise TargetError(f"{self.path} holds an unfinished run: continue it with --resume, or remove it")
+        elif not (self.path / "recipe.json").exists():
+            raise RecipeError(f"nothing to resume: there is no {self.path}; run without --resume")
+        else:
+            self._check_same_recipe()
+
+    @contextmanager
+    def open(self, resume: bool) -> Iterator[None]:
+        """Make and lock the folder; a run that is not resumed begins with an empty one.
+
+        Raises:
+            TargetError: another process trains in it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not resume:
+                (self.path / "recipe.json").write_text(self.recipe.model_dump_json(indent=2) + "\n", encoding="utf-8")
+                self.metrics.unlink(missing_ok=True)
+            yield
+        except BlockingIOError:
+            raise TargetError(f"another process is training in {self.path}: wait for it, or choose another output") from None
+        finally:
+            os.close(lock)
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint."""
+        return max(self.checkpoints.glob("step-*"), default=None)
+
+    def save(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+        """Write a checkpoint and drop the oldest beyond ``keep_checkpoints``.
+
+        Args:
+            step: Steps done.
+            tensors: File name without ending -> tensors.
+            state: The rest, JSON-ready.
+
+        Raises:
+            CheckpointError: the disk is full; earlier checkpoints stay.
+        """
+        size = sum(tensor.nbytes for file in tensors.values() for tensor in file.values())
+        with target_folder(self.checkpoints / f"step-{step:08d}", size=size) as folder:
+            for name, content in tensors.items():
+                save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / f"{name}.safetensors")
+            (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+            for file in folder.iterdir():
+                _flush_to_disk(file)
+        for old in sorted(self.checkpoints.glob("step-*"))[: -self.recipe.keep_checkpoints]:
+            shutil.rmtree(old)
+
+    def load(self, folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Read what ``save`` wrote.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        try:
+            tensors = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
+        except Exception as error:  # safetensors raises its own kind for damage, OSError for the rest
+            raise CheckpointError(f"{folder} cannot be read ({error}); remove it to resume from the one before") from None
+        return tensors, read_json(folder / "state.json")
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Append one line to ``metrics.jsonl``."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop the lines of steps after ``step``: they will be taken again."""
+        if not self.metrics.exists():
+            return
+        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        swap = self.metrics.with_suffix(".partial")
+        swap.write_text("".join(kept), encoding="utf-8")
+        swap.replace(self.metrics)
+
+    def remove(self) -> None:
+        """Forget the run: its result is written."""
+        shutil.rmtree(self.path)
+
+    def _check_same_recipe(self) -> None:
+        before = read_json(self.path / "recipe.json")
+        now = json.loads(self.recipe.model_dump_json())
+        for key in sorted({*before, *now} - FREE_KEYS):
+            if before.get(key) != now.get(key):
+                where, old, new = _difference(key, before.get(key), now.get(key))
+                raise RecipeError(f"the recipe changed since {self.path} began: {where} was {old!r}, now {new!r}; put it back")
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter once (tied ones under their first name) and every buffer that is saved with a model."""
+    saved = model.state_dict().keys()
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return parameters | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's moments and step counts by parameter name, independent of parameter order."""
+    return {
+        f"{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy saved tensors into the model."""
+    places = model_tensors(model)
+    if places.keys() != tensors.keys():
+        raise CheckpointError(f"checkpoint and model differ in tensors, among them {sorted(places.keys() ^ tensors.keys())[0]}")
+    for name, place in places.items():
+        place.copy_(tensors[name])
+
+
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Put saved moments back; a parameter that had no step yet has none."""
+    for name, parameter in model.named_parameters():
+        entry = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors}
+        if entry:
+            # AdamW counts steps on the CPU and keeps moments beside the parameter.
+            optimizer.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in entry.items()}
+
+
+def random_states() -> dict[str, Tensor]:
+    """States of torch's global generators; nothing here draws from Python's or numpy's."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def restore_random_states(states: dict[str, Tensor]) -> None:
+    """Put saved generator states back, those of GPUs that are not here excepted."""
+    torch.set_rng_state(states["cpu"])
+    for index in range(torch.cuda.device_count()):
+        if f"cuda.{index}" in states:
+            torch.cuda.set_rng_state(states[f"cuda.{index}"], index)
+
+
+def _difference(key: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    """The first place at which two values differ, as a dotted key, and both values there."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted({*before, *now}):
+            if before.get(name) != now.get(name):
+                return _difference(f"{key}.{name}", before.get(name), now.get(name))
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        index = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
+        return _difference(f"{key}.{index}", before[index], now[index])
+    return key, before, now
+
+
+def _flush_to_disk(file: Path) -> None:
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
