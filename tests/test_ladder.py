@@ -106,6 +106,12 @@ def test_select_by_name_widths_layers_and_budget() -> None:
     assert select_words(elastic, memory="300kB", context=1).name == "small"
 
 
+def test_a_parent_that_names_only_itself_has_the_uniform_ladder() -> None:
+    elastic = ElasticConfig(family="nemotron_h", submodels={"full": Submodel().completed(LAYOUT)})
+    found = select_words(elastic, params=str(real_params(40)))
+    assert found.submodel.widths["hidden"] == 40 and found.name is None
+
+
 def test_memory_follows_the_dtype_of_the_model() -> None:
     bf16 = {**CONFIG, "dtype": "bfloat16"}
     request = SizeRequest.parse(memory="150kB", context=1)

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from bytes_tokenizer import write_tokenizer
 from safetensors.torch import load_file
 from tiny import tiny_folder, tiny_model, tokens
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from star_elastic.cli import main
 from star_elastic.errors import CheckpointError, DataError, TargetError
@@ -260,17 +259,6 @@ def parent(tmp_path: Path) -> Path:
     folder = tiny_folder(tmp_path / "parent", bos_token_id=1, eos_token_id=2, pad_token_id=0)
     write_tokenizer(folder)
     return folder
-
-
-def write_tokenizer(folder: Path, extra: int = 0) -> None:
-    symbols = ["<pad>", "<bos>", "<eos>", *(chr(code) for code in range(33, 127)), "\u0120", "\u010a"]
-    symbols += [f"<extra{number}>" for number in range(extra)]
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: n for n, symbol in enumerate(symbols)}, merges=[], unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-    wrapped.add_special_tokens({"additional_special_tokens": symbols[99:]})
-    wrapped.save_pretrained(folder)
 
 
 @pytest.fixture

@@ -117,7 +117,8 @@ def sort(
     """
     from star_elastic.sort import sort_parent
 
-    sort_parent(parent, out, scores)
+    elastic = sort_parent(parent, out, scores)
+    print(f"wrote {out}: sorted {', '.join(elastic.sorted_axes)}")
 
 
 @app.command()
@@ -230,6 +231,7 @@ def generate(
         seed=seed,
         device=device,
         dtype=dtype,
+        stream=True,
     )
 
 
@@ -250,7 +252,8 @@ def demo(
     """
     from star_elastic.demo import run_demo
 
-    run_demo(out, quick=quick)
+    if not run_demo(out, quick=quick).passed:
+        raise typer.Exit(1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

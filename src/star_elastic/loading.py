@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from star_elastic.errors import CheckpointError, ElasticError, nearest
+from star_elastic.errors import CheckpointError, DataError, ElasticError, nearest
+from star_elastic.layout import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,6 +66,14 @@ def load_model(folder: Path | str, *, device: torch.device, dtype: torch.dtype |
             first = sorted(map(str, info[fault]))[0]
             raise CheckpointError(f"{folder}: {fault.replace('_', ' ')}, among them {first}")
     return model.to(device).eval()
+
+
+def check_tokens(ids: torch.Tensor, layout: Layout) -> None:
+    """Raise DataError if a token id has no row in the model's embedding: then the tokenizer is another model's."""
+    embedding = next(unit for unit in layout.units if unit.kind == "embedding")
+    size = embedding.rows[0].shape[0]
+    if int(ids.max()) >= size:
+        raise DataError(f"token {int(ids.max())} is outside the model's vocabulary of {size}: is this its tokenizer?")
 
 
 @contextmanager

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from star_elastic.checkpoint import Checkpoint, check_target
 from star_elastic.errors import ElasticError
 from star_elastic.families.base import Config, itemsize
 from star_elastic.inspect import submodel_cost, with_full
 from star_elastic.ladder import Budget, choose
 from star_elastic.layout import Layout
-from star_elastic.submodel import ElasticConfig, Submodel
+from star_elastic.slice import SliceReport, plan_slice, slice_checkpoint
+from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
 from star_elastic.units import format_bytes, format_count, parse_count, parse_size
 
 
@@ -125,9 +128,10 @@ def select(request: SizeRequest, config: Config, layout: Layout, elastic: Elasti
         return Selection(None, request.submodel)
     assert request.budget is not None
     budget = replace(request.budget, dtype="fp32" if itemsize(config) == 4 else "bf16")
-    choice = choose(layout, with_full(layout, elastic) if elastic.submodels else {}, budget)
-    name = choice.name if elastic.submodels else None
-    return Selection(name, choice.submodel, (f"ladder: {choice.ladder}", f"chosen: {choice.summary}"))
+    # A parent that was only sorted names nothing but the whole model, which is no ladder.
+    nested = any(not submodel.is_full(layout) for submodel in elastic.submodels.values())
+    choice = choose(layout, with_full(layout, elastic) if nested else {}, budget)
+    return Selection(choice.name if nested else None, choice.submodel, (f"ladder: {choice.ladder}", f"chosen: {choice.summary}"))
 
 
 def describe_cut(layout: Layout, submodel: Submodel) -> list[str]:
@@ -142,3 +146,27 @@ def describe_cut(layout: Layout, submodel: Submodel) -> list[str]:
         f"parameters: {total}; {format_count(facts.active_params)} active",
         f"weights: {format_bytes(facts.bytes['bf16'])} in bf16",
     ]
+
+
+def run_slice(
+    source: Path, out: Path, request: SizeRequest, *, preset: str | None = None, dry_run: bool = False
+) -> SliceReport | None:
+    """Slice as asked on the command line, and say on stdout what was chosen and cut.
+
+    A dry run makes every check of a real one and writes nothing.
+
+    Raises:
+        As ``open_elastic``, ``select`` and ``slice_checkpoint`` do.
+    """
+    config, layout, elastic = open_elastic(source, preset=preset)
+    selection = select(request, config, layout, elastic)
+    check_target(out, source)
+    plan_slice(layout, Checkpoint.open(source), selection.submodel.completed(layout))  # for its checks, before anything is said
+    for line in (*selection.lines, *describe_cut(layout, selection.submodel)):
+        print(line)
+    if dry_run:
+        print(f"dry run: {out} was not written")
+        return None
+    report = slice_checkpoint(source, out, selection.submodel, name=selection.name)
+    print(f"wrote {out}: {report.tensors} tensors, {format_bytes(report.nbytes)}")
+    return report

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from star_elastic.errors import CheckpointError, DataError
 from star_elastic.layout import Layout, Tap, Unit
+from star_elastic.orders import axis_key
 from star_elastic.score.experts import FusedExperts
 
 
@@ -179,7 +180,7 @@ def collect(recorder: Recorder) -> dict[str, Tensor]:
     """
     scores: dict[str, Tensor] = {}
     for (axis, layer), sums in recorder.sums.items():
-        key = axis if recorder.layout.axes[axis].scope == "model" else f"layers.{layer}.{axis}"
+        key = axis_key(recorder.layout.axes[axis], layer)
         importance = sums.importance()
         scores[key] = scores[key] + importance if key in scores else importance
     return {key: score.float() for key, score in scores.items()}

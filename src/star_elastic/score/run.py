@@ -17,16 +17,16 @@ from transformers import PreTrainedModel
 from star_elastic.checkpoint import Checkpoint, check_target, target_folder
 from star_elastic.errors import DataError
 from star_elastic.layout import Layout
-from star_elastic.loading import choose_device, choose_dtype, load_model
+from star_elastic.loading import check_tokens, choose_device, choose_dtype, load_model
+from star_elastic.orders import SCORES_FACTS, SCORES_FILE
 from star_elastic.progress import progress_bar
+from star_elastic.rewrite import locate
 from star_elastic.score.activations import Recorder, collect
 from star_elastic.score.report import ScoreReport, kept_shares, print_report
 from star_elastic.submodel import open_elastic
 from star_elastic.version import VERSION
 
-SCORES_FILE = "scores.safetensors"
-SUMMARY_FILE = "scores.json"
-SUMMARY_VERSION = 1
+FACTS_VERSION = 1
 METHOD = "per sample the mean over real tokens of |activation|; over samples the root of the sum of squares"
 
 
@@ -85,14 +85,6 @@ def score_model(model: PreTrainedModel, layout: Layout, batches: Iterable[dict[s
     return Scores(collect(recorder), {layer: experts for layer, experts in idle.items() if experts}, samples, tokens)
 
 
-def _check_vocabulary(batches: Iterable[dict[str, Tensor]], layout: Layout) -> None:
-    embedding = next(unit for unit in layout.units if unit.kind == "embedding")
-    size = embedding.rows[0].shape[0]
-    largest = max(int(batch["input_ids"].max()) for batch in batches)
-    if largest >= size:
-        raise DataError(f"token {largest} is outside the model's vocabulary of {size}: is this its tokenizer?")
-
-
 def score_parent(
     parent: Path | str,
     out: Path | str,
@@ -134,13 +126,14 @@ def score_parent(
     from star_elastic.train.documents import load_tokenizer
 
     _, layout, _ = open_elastic(parent)
-    Checkpoint.open(parent)
+    locate(layout, Checkpoint.open(parent))
     check_target(out, parent)
     where, kind = choose_device(device), choose_dtype(dtype)
     calibration = calibration_batches(
         data, load_tokenizer(parent), samples=samples, seq_len=seq_len, batch_size=batch_size
     )
-    _check_vocabulary(calibration.batches, layout)
+    for batch in calibration.batches:
+        check_tokens(batch["input_ids"], layout)
     model = load_model(parent, device=where, dtype=kind)
     with progress_bar("scoring", calibration.tokens, "tokens", shown=progress) as advance:
         scores = score_model(model, layout, _counted(calibration.batches, advance))
@@ -151,7 +144,7 @@ def score_parent(
         kept=kept_shares(scores.tensors, layout),
         idle_experts=scores.idle_experts,
         facts={
-            "format_version": SUMMARY_VERSION,
+            "format_version": FACTS_VERSION,
             "method": METHOD,
             "keys": sorted(scores.tensors),
             "seq_len": seq_len,
@@ -181,4 +174,4 @@ def write_scores(out: Path | str, parent: Path | str, tensors: dict[str, Tensor]
     """Write both files into a new folder, which appears whole or not at all."""
     with target_folder(out, parent) as folder:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / SCORES_FILE)
-        (folder / SUMMARY_FILE).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+        (folder / SCORES_FACTS).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
