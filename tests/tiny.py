@@ -58,8 +58,10 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 def tiny_model(seed: int = 0, pattern: str = "ME*ME", **edits: Any) -> NemotronHForCausalLM:
-    """A tiny random model in eval mode."""
-    model = NemotronHForCausalLM(tiny_config(pattern, **edits))
+    """A tiny random model in eval mode, the same for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = NemotronHForCausalLM(tiny_config(pattern, **edits))
     randomise(model, seed)
     return model.eval()
 

@@ -64,6 +64,7 @@ class ElasticModel(nn.Module):
         self.config.check(self.layout)
         compare_shapes(model, self.layout, Submodel())
         self.model = model
+        self.training = model.training
         self._frames = ("", model.base_model_prefix)
         self._switch = install(model, [unit.module for unit in self.layout.units], self._frames)
         self._lenses: dict[str, SlicedLens] = {}
@@ -200,9 +201,7 @@ class ElasticModel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ElasticModel:
         # Skeletons and views are made anew: a deep copy of a view would be a copy of the parent's tensor.
-        twin = ElasticModel(copy.deepcopy(self.model, memo), self.config.model_copy(deep=True))
-        twin.training = self.training
-        return twin
+        return ElasticModel(copy.deepcopy(self.model, memo), self.config.model_copy(deep=True))
 
     @contextmanager
     def _as(self, submodel: str | None) -> Iterator[None]:
