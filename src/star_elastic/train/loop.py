@@ -69,7 +69,7 @@ def train_family(
     run = RunFolder(recipe)
     run.check(resume)
     plan = prepare(recipe)
-    with run.open(resume), torch.random.fork_rng(), StopRequest() as stop:
+    with run.open(), torch.random.fork_rng(), StopRequest() as stop:
         trainer = Trainer(plan, run)
         if resume:
             trainer.restore()
@@ -183,7 +183,6 @@ class Trainer:
         """Go back to the newest checkpoint; without one the run begins at step 0."""
         folder = self.run.latest()
         if folder is None:
-            self.run.truncate_metrics(0)
             return
         tensors, state = self.run.load(folder)
         saved.restore_model(self.student.model, tensors["model"])

@@ -46,6 +46,7 @@ class RunFolder:
         self.path = Path(f"{recipe.output}.run")
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
+        self._recipe_file = self.path / "recipe.json"
 
     def check(self, resume: bool) -> None:
         """Refuse what would overwrite or mix runs; writes nothing.
@@ -59,14 +60,14 @@ class RunFolder:
         if not resume:
             if self.latest() is not None:
                 raise TargetError(f"{self.path} holds an unfinished run: continue it with --resume, or remove it")
-        elif not (self.path / "recipe.json").exists():
+        elif not self.path.exists():
             raise RecipeError(f"nothing to resume: there is no {self.path}; run without --resume")
-        else:
+        elif self._recipe_file.exists():
             self._check_same_recipe()
 
     @contextmanager
-    def open(self, resume: bool) -> Iterator[None]:
-        """Make and lock the folder; a run that is not resumed begins with an empty one.
+    def open(self) -> Iterator[None]:
+        """Make and lock the folder while the block runs; without a checkpoint in it, a new run begins.
 
         Raises:
             TargetError: another process trains in it.
@@ -75,8 +76,8 @@ class RunFolder:
         lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not resume:
-                (self.path / "recipe.json").write_text(self.recipe.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            if self.latest() is None:
+                self._recipe_file.write_text(self.recipe.model_dump_json(indent=2) + "\n", encoding="utf-8")
                 self.metrics.unlink(missing_ok=True)
             yield
         except BlockingIOError:
@@ -128,7 +129,7 @@ class RunFolder:
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the lines of steps after ``step``: they will be taken again."""
-        if not self.metrics.exists():
+        if not self.metrics.exists():  # no step was due for a line yet
             return
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
@@ -141,7 +142,7 @@ class RunFolder:
         shutil.rmtree(self.path)
 
     def _check_same_recipe(self) -> None:
-        before = read_json(self.path / "recipe.json")
+        before = read_json(self._recipe_file)
         now = json.loads(self.recipe.model_dump_json())
         for key in sorted({*before, *now} - FREE_KEYS):
             if before.get(key) != now.get(key):
