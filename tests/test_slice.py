@@ -175,7 +175,7 @@ def test_the_whole_model_is_copied_bit_for_bit(sharded: Path, tmp_path: Path) ->
 
 def test_query_heads_are_cut_inside_kv_groups(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "parent", num_attention_heads=16, num_key_value_heads=4, head_dim=4)
-    with pytest.raises(WidthError, match="heads width 6 .* 4 KV groups; nearest legal: 4 and 8"):
+    with pytest.raises(WidthError, match=r"heads width 6 .* 4 KV groups; nearest legal: 4 and 8"):
         slice_checkpoint(folder, tmp_path / "out", Submodel(widths={"heads": 6}))
     assert not (tmp_path / "out").exists()
     slice_checkpoint(folder, tmp_path / "out", Submodel(widths={"heads": 8}))
@@ -204,7 +204,11 @@ def test_head_dim_is_written_not_guessed(tmp_path: Path) -> None:
 def test_cutting_expert_width_leaves_the_shared_expert_alone(source: Path, tmp_path: Path) -> None:
     slice_checkpoint(source, tmp_path / "out", Submodel(widths={"expert_ffn": 24}))
     config = load(tmp_path / "out").config
-    assert (config.moe_intermediate_size, config.moe_shared_expert_intermediate_size, config.n_shared_experts) == (24, 48, 1)
+    assert (config.moe_intermediate_size, config.moe_shared_expert_intermediate_size, config.n_shared_experts) == (
+        24,
+        48,
+        1,
+    )
 
 
 def test_loads_offline_and_without_warnings(
@@ -269,14 +273,20 @@ def test_the_card_names_parent_cut_counts_and_licence(source: Path, tmp_path: Pa
     head = card.split("---\n")[1]
     assert "license: other\nlicense_name: open-model\n" in head and "- en" in head
     assert "library_name: transformers" in head and "base_model: lab/parent" in head
-    assert f"({report.params:,})" in card and f"({report.active_params:,})" in card and f"({report.nbytes:,} bytes)" in card
+    assert (
+        f"({report.params:,})" in card
+        and f"({report.active_params:,})" in card
+        and f"({report.nbytes:,} bytes)" in card
+    )
     assert "| hidden | 48 | 64 |" in card and "`small` of `lab/parent`" in card
     assert "open-model" in card.split("## License")[1]
     assert (tmp_path / "out" / "LICENSE").read_text() == "the terms"
     assert not (tmp_path / "out" / "elastic.json").exists()
 
 
-@pytest.mark.parametrize("readme", ["no front matter", "---\n: : [\n---\n", "---\n- a list\n---\n", "---\nlicense: mit"])
+@pytest.mark.parametrize(
+    "readme", ["no front matter", "---\n: : [\n---\n", "---\n- a list\n---\n", "---\nlicense: mit"]
+)
 def test_a_strange_card_of_the_parent_does_not_stop_a_slice(source: Path, tmp_path: Path, readme: str) -> None:
     slice_checkpoint(source, tmp_path / "parent", Submodel())
     (tmp_path / "parent" / "README.md").write_text(readme)
@@ -302,12 +312,21 @@ def edited(source: Path, tmp_path: Path, edit: dict[str, torch.Tensor | None]) -
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"lm_head.weight": torch.zeros(128, 60)}, r"lm_head.weight has shape \[128, 60\]; config.json says \[128, 64\]"),
+        (
+            {"lm_head.weight": torch.zeros(128, 60)},
+            r"lm_head.weight has shape \[128, 60\]; config.json says \[128, 64\]",
+        ),
         ({"lm_head.weight": torch.zeros(128, 64, dtype=torch.int32)}, "lm_head.weight is I32; only unquantized"),
         ({"backbone.norm_f.weight": None}, "misses backbone.norm_f.weight that its config.json describes"),
-        ({"backbone.layers.1.mixer.experts.7.up_proj.weight": None}, "misses backbone.layers.1.mixer.experts.7.up_proj"),
+        (
+            {"backbone.layers.1.mixer.experts.7.up_proj.weight": None},
+            "misses backbone.layers.1.mixer.experts.7.up_proj",
+        ),
         ({"backbone.extra.weight": torch.zeros(3)}, "holds backbone.extra.weight that a nemotron_h of this config"),
-        ({"model.norm_f.weight": torch.zeros(64)}, "holds the same tensor as backbone.norm_f.weight, model.norm_f.weight"),
+        (
+            {"model.norm_f.weight": torch.zeros(64)},
+            "holds the same tensor as backbone.norm_f.weight, model.norm_f.weight",
+        ),
     ],
 )
 def test_a_folder_that_is_not_what_its_config_says(
@@ -354,7 +373,9 @@ def test_targets_that_are_refused(source: Path, tmp_path: Path) -> None:
     assert not (source / "inside").exists()
 
 
-def test_a_config_that_does_not_follow_the_cut_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_does_not_follow_the_cut_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from star_elastic.families.base import Family
 
     original = Family.child_config

@@ -131,7 +131,10 @@ def test_a_disk_that_is_really_full(tmp_path: Path, parent: Path, monkeypatch: p
 def test_a_second_writer_is_refused_and_harms_nobody(tmp_path: Path) -> None:
     with target_folder(tmp_path / "out") as first:
         (first / "file").write_text("first")
-        with pytest.raises(TargetError, match=r"another process is writing \.out\.partial"), target_folder(tmp_path / "out"):
+        with (
+            pytest.raises(TargetError, match=r"another process is writing \.out\.partial"),
+            target_folder(tmp_path / "out"),
+        ):
             pass
         assert (first / "file").read_text() == "first"
     assert (tmp_path / "out" / "file").read_text() == "first"

@@ -52,8 +52,12 @@ class TensorInfo:
         return math.prod(self.shape) * self.itemsize
 
     def array(self) -> np.ndarray:
-        """The tensor as a read-only memory map of unsigned integers of its itemsize: moving needs no meaning."""
-        dtype = np.dtype(f"u{self.itemsize}")
+        """The tensor as a read-only memory map of raw items: moving needs no meaning.
+
+        Raw, because files of other writers may hold numbers at odd offsets, and numpy copies an unaligned array of any other
+        dtype as a whole before it takes from it.
+        """
+        dtype = np.dtype(f"V{self.itemsize}")
         if self.nbytes == 0:
             return np.empty(self.shape, dtype)
         return np.memmap(self.path, dtype, mode="r", offset=self.offset, shape=self.shape)

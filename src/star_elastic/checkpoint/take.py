@@ -24,7 +24,7 @@ def take_blocks(array: np.ndarray, index: Sequence[Index], block_bytes: int = BL
     """The bytes of ``array[np.ix_(*index)]``, row-major, in blocks of at most ``block_bytes``.
 
     Args:
-        array: C-contiguous, usually a memory map.
+        array: C-contiguous, usually a memory map of raw items.
         index: positions per dimension; None keeps a dimension whole.
         block_bytes: largest block; at least one number.
 
@@ -140,4 +140,4 @@ def _gather_rows(matrix: np.ndarray, numbers: np.ndarray, buffer: np.ndarray) ->
 
 
 def _bytes(block: np.ndarray) -> memoryview:
-    return block.data.cast("B")
+    return block.reshape(-1).view(np.uint8).data
