@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/star-elastic demo --out $(OUT)
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff check
 	$(BIN)/mypy
 
 test: lint
