@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_folder
+from tiny import tiny_config, tiny_folder, tiny_model
 from transformers import NemotronHForCausalLM
 
 from star_elastic.axes import Axis, Rule
 from star_elastic.cli import main
+from star_elastic.elastic import ElasticModel
 from star_elastic.families import layout_of
 from star_elastic.inspect import copies, describe, legal_text
 from star_elastic.submodel import ElasticConfig, Submodel
@@ -108,6 +109,17 @@ def test_submodel_that_is_the_whole_model_stands_for_full(tmp_path: Path) -> Non
 def test_copied_bytes_by_hand(widths: dict[str, int], numbers: int, axes: tuple[str, ...]) -> None:
     layout = layout_of(tiny_config().to_dict())
     assert copies(layout, Submodel(widths=widths)) == (2 * numbers, axes)
+
+
+@pytest.mark.parametrize(
+    "widths", [{"heads": 4}, {"mamba_head_dim": 8, "hidden": 32}, {"mamba_heads": 4, "heads": 2, "experts": 4}]
+)
+def test_copied_bytes_are_those_of_a_submodel_in_memory(widths: dict[str, int]) -> None:
+    # bf16 rows are whole 16-byte units: multiples of 8, so channels of 16 here.
+    model = tiny_model(mamba_head_dim=16).to(torch.bfloat16)
+    elastic = ElasticModel(model)
+    elastic.add("cut", Submodel(widths=widths))
+    assert copies(elastic.layout, Submodel(widths=widths))[0] == elastic.copied_bytes("cut")
 
 
 def test_copied_bytes_count_kept_layers_only() -> None:

@@ -141,6 +141,13 @@ def test_no_real_token_is_refused(batches: list[dict[str, torch.Tensor]]) -> Non
         score(tiny_model(), batches)
 
 
+def test_dropout_of_a_model_in_training_mode_does_not_blur_the_scores() -> None:
+    model = tiny_model(2, attention_dropout=0.5)
+    wanted = score(model, [{"input_ids": tokens()}]).tensors
+    found = score(model.train(), [{"input_ids": tokens()}]).tensors
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
 def test_model_is_left_as_it_was() -> None:
     model = tiny_model(2).train()
     before = model(tokens()).logits

@@ -70,8 +70,6 @@ def score_model(model: PreTrainedModel, layout: Layout, batches: Iterable[dict[s
             for batch in batches:
                 ids = batch["input_ids"].to(device)
                 mask = batch.get("attention_mask", torch.ones_like(ids)).to(device)
-                if not mask.any():
-                    continue
                 with recorder.batch(mask):
                     body(input_ids=ids, attention_mask=mask, use_cache=False)
                 samples += int(mask.any(1).sum())
@@ -95,7 +93,7 @@ def score_parent(
     batch_size: int = 1,
     device: str = "auto",
     dtype: str = "auto",
-    progress: bool = False,
+    progress: bool = True,
 ) -> ScoreReport:
     """Rank the channels of ``hidden``, ``ffn``, ``expert_ffn`` and ``shared_ffn`` by their activations on calibration data.
 
