@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from star_elastic.errors import RecipeError
-from star_elastic.train.recipe import Recipe, load_recipe, override
+from star_elastic.train.recipe import (
+    DataRecipe,
+    OptimizerRecipe,
+    Recipe,
+    SourceRecipe,
+    SubmodelRecipe,
+    load_recipe,
+    override,
+)
 
 GOOD = """\
 parent: ./sorted
@@ -135,6 +144,9 @@ def test_override_of_a_recipe_made_in_python(tmp_path):
 def test_tokens_round_up_to_whole_steps(tmp_path):
     recipe = load_recipe(write(tmp_path, GOOD.replace("steps: 100", "tokens: 6401\nbatch_size: 2\nsequence_length: 32")))
     assert recipe.total_steps == 101
+    assert override(recipe, ["tokens=6.4k"]).total_steps == 100
+    with pytest.raises(RecipeError, match=r"tokens = '6 cows': cannot read '6 cows': want a positive number such as 12e9"):
+        override(recipe, ["tokens=6 cows"])
 
 
 def mixture(*kinds, weights=None):
@@ -157,3 +169,24 @@ def test_reading_a_recipe_needs_no_torch():
 
     code = "import sys, star_elastic.train.recipe; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_shipped_recipes_and_the_one_in_the_docs_are_valid(tmp_path):
+    root = Path(__file__).parent.parent
+    shipped = sorted((root / "recipes").glob("*.yaml"))
+    assert shipped
+    for path in shipped:
+        load_recipe(path)
+    page = (root / "docs/how-to/train.md").read_text(encoding="utf-8")
+    recipe = load_recipe(write(tmp_path, page.split("```yaml\n")[1].split("```")[0]))
+    assert recipe.submodels["small"].probability == 0.2
+
+
+def test_the_docs_explain_every_key():
+    root = Path(__file__).parent.parent / "docs/how-to"
+    train, data = ((root / name).read_text(encoding="utf-8") for name in ("train.md", "data.md"))
+    keys = [*Recipe.model_fields, *(f"optimizer.{key}" for key in OptimizerRecipe.model_fields), *SubmodelRecipe.model_fields]
+    assert [key for key in keys if f"`{key}`" not in train and key != "optimizer"] == []
+    assert [key for key in (*DataRecipe.model_fields, *SourceRecipe.model_fields) if key not in data] == []
+    lr = OptimizerRecipe()
+    assert f"| `optimizer.lr` | {lr.lr:.0e} |".replace("e-0", "e-") in train

@@ -7,7 +7,10 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -38,7 +41,7 @@ from star_elastic.train.interrupt import StopRequest
 from star_elastic.train.loop import TrainingStopped
 from star_elastic.train.report import Losses, SubmodelReport
 from star_elastic.train.schedule import learning_rate
-from star_elastic.train.state import RunFolder
+from star_elastic.train.state import RunFolder, random_states, restore_random_states
 
 SMALL = {"hidden": 48, "expert_ffn": 16}
 
@@ -114,7 +117,10 @@ def test_the_output_is_an_ordinary_folder_with_submodels_and_numbers(recipe, par
 
     model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"])
-    assert (out / "config.json").read_bytes() == (parent / "config.json").read_bytes()
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (parent, out))
+    assert {key: after[key] for key in before} == before and after["hybrid_override_pattern"] == "ME*"
+    card = (out / "README.md").read_text()
+    assert f"{report.submodels['small'].params:,}" in card and "--to NAME" in card
     assert AutoTokenizer.from_pretrained(out)("a")["input_ids"] == AutoTokenizer.from_pretrained(parent)("a")["input_ids"]
     config = ElasticConfig.load(out)
     assert config.get("small").widths["hidden"] == 48 and list(config.submodels) == ["full", "small"]
@@ -307,6 +313,25 @@ def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(recipe, tmp_path, mo
     assert_same_weights(weights(tmp_path / "out"), weights(tmp_path / "whole"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_command_line_survives_being_killed(recipe, tmp_path, number):
+    train(recipe, "steps=40", "checkpoint_every=1", f"output={tmp_path / 'whole'}")
+    command = [sys.executable, "-m", "star_elastic", "train", str(recipe), "steps=40", "checkpoint_every=1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out.run/checkpoints/step-00000003").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    errors = process.communicate()[1]
+    if number == signal.SIGINT:
+        assert process.returncode == 2 and errors.splitlines()[-1].startswith("error: stopped by SIGINT after step")
+    assert subprocess.run([*command, "--resume"], capture_output=True).returncode == 0
+    assert_same_weights(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    assert timeless(metrics(tmp_path / "out")) == timeless(metrics(tmp_path / "whole"))
+    assert sorted(path.name for path in tmp_path.glob("*out*")) == ["out"]
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(recipe, tmp_path, monkeypatch):
     train(recipe, f"output={tmp_path / 'whole'}")
     for resume in (False, True):
@@ -393,6 +418,15 @@ def test_stop_requests_are_caught_once_and_only_in_the_main_thread():
     worker.start()
     worker.join()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_random_states_come_back():
+    torch.manual_seed(5)
+    states = {name: state.clone() for name, state in random_states().items()}
+    drawn = torch.rand(4)
+    torch.manual_seed(6)
+    restore_random_states(states)
+    assert torch.equal(torch.rand(4), drawn)
 
 
 # What is refused, before any weight is loaded

@@ -134,7 +134,8 @@ def train(
     \b
     Examples:
       star-elastic train recipes/family.yaml
-      star-elastic train recipes/family.yaml --resume steps=2000
+      star-elastic train recipes/family.yaml steps=2000 output=./family-2
+      star-elastic train recipes/family.yaml --resume
     """
     from star_elastic.train import train_family
 

@@ -57,7 +57,7 @@ def load_model(folder: Path | str, *, device: torch.device, dtype: torch.dtype |
     """
     from transformers import AutoModelForCausalLM
 
-    with _no_bars():
+    with no_bars():
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
@@ -77,7 +77,7 @@ def check_tokens(ids: torch.Tensor, layout: Layout) -> None:
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def no_bars() -> Iterator[None]:
     """transformers without its own progress bars, put back as they were."""
     from transformers.utils import logging
 

@@ -7,6 +7,7 @@ the submodel uses. Nothing else is trained on: no language-model loss, no labels
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import time
@@ -22,10 +23,12 @@ from star_elastic import cost
 from star_elastic.checkpoint import copy_companions, target_folder
 from star_elastic.elastic import ElasticModel
 from star_elastic.errors import ElasticError
-from star_elastic.loading import load_model
+from star_elastic.families import family_of
+from star_elastic.loading import load_model, no_bars
 from star_elastic.progress import progress_bar
-from star_elastic.submodel import ElasticConfig
+from star_elastic.submodel import ElasticConfig, read_config
 from star_elastic.train import state as saved
+from star_elastic.train.card import family_card
 from star_elastic.train.curriculum import BudgetSampler
 from star_elastic.train.data import Batch, pad_token, training_loader
 from star_elastic.train.distill import chunked_kl
@@ -69,7 +72,7 @@ def train_family(
     run = RunFolder(recipe)
     run.check(resume)
     plan = prepare(recipe)
-    with run.open(), torch.random.fork_rng(), StopRequest() as stop:
+    with run.open(), _own_randomness(plan.device), StopRequest() as stop:
         trainer = Trainer(plan, run)
         if resume:
             trainer.restore()
@@ -154,14 +157,24 @@ class Trainer:
         )
         _cast(self.student.model, self.stored)
         with target_folder(recipe.output, recipe.parent) as folder:
-            self.student.model.save_pretrained(folder)
-            self.student.config.save(folder)
-            shutil.copyfile(recipe.parent / "config.json", folder / "config.json")  # the architecture is the parent's
-            copy_companions(recipe.parent, folder)
-            report.write(folder)
-            if self.run.metrics.exists():
-                (folder / "metrics.jsonl").write_bytes(self.run.metrics.read_bytes())
+            self._write(folder, report)
         return report
+
+    def _write(self, folder: Path, report: TrainReport) -> None:
+        parent, elastic = self.plan.recipe.parent, self.student.config
+        with no_bars():
+            self.student.model.save_pretrained(folder)
+        # The architecture is the parent's; transformers would write its config without a few fields that others read.
+        config = read_config(parent)
+        config = family_of(config).child_config(config, {}, None)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        elastic.save(folder)
+        copy_companions(parent, folder)
+        card = family_card(report, self.plan.layout, elastic, parent=parent)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        report.write(folder)
+        if self.run.metrics.exists():
+            shutil.copyfile(self.run.metrics, folder / "metrics.jsonl")
 
     def save(self) -> None:
         """Write a checkpoint of the run."""
@@ -259,6 +272,12 @@ class Trainer:
             f"{what} is {value.item()} at step {self.step + 1}, submodel {submodel!r}; {kept}; "
             "begin a new run with a lower optimizer.lr, or precision=fp32"
         )
+
+
+def _own_randomness(device: torch.device) -> AbstractContextManager[None]:
+    """Give the caller its random state back at the end."""
+    gpu = [] if device.type == "cpu" else [device.index or 0]
+    return torch.random.fork_rng(gpu, device_type=device.type if gpu else "cuda")
 
 
 def _load_pair(plan: Plan) -> tuple[ElasticModel, ElasticModel, dict[str, torch.dtype]]:

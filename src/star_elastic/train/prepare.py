@@ -11,6 +11,7 @@ from star_elastic.checkpoint import Checkpoint
 from star_elastic.errors import RecipeError, UnknownNameError, WidthError
 from star_elastic.layout import Layout
 from star_elastic.loading import choose_device
+from star_elastic.rewrite import locate
 from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
 from star_elastic.train.data import open_documents
 from star_elastic.train.documents import Documents, load_tokenizer
@@ -48,14 +49,15 @@ def prepare(recipe: Recipe) -> Plan:
     """Check a recipe against the parent, the machine and the data.
 
     Raises:
-        CheckpointError: the parent, its weights' headers or its tokenizer cannot be read.
+        CheckpointError: the parent, its weights' headers or its tokenizer cannot be read, or disagree with its config.json.
         WidthError, UnknownNameError: a submodel that the parent cannot be cut to, or an unknown name.
         RecipeError: rows longer than the model allows; a tokenizer with more tokens than the model.
         DataError: data that cannot be read or is empty.
     """
-    config, layout, elastic = open_elastic(recipe.parent, preset=recipe.preset)
-    elastic = elastic.model_copy(update={"submodels": _submodels(recipe, layout, elastic)})
-    Checkpoint.open(recipe.parent)
+    config, layout, elastic = open_elastic(recipe.parent)
+    known = open_elastic(recipe.parent, preset=recipe.preset)[2] if recipe.preset else elastic
+    elastic = elastic.model_copy(update={"submodels": _submodels(recipe, layout, known)})
+    locate(layout, Checkpoint.open(recipe.parent))
     longest = config.get("max_position_embeddings")
     if longest is not None and recipe.sequence_length > longest:
         raise RecipeError(f"sequence_length = {recipe.sequence_length}: the parent's max_position_embeddings is {longest}")

@@ -12,15 +12,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from star_elastic.train.yaml_text import Overrides, YamlText, explain
+from star_elastic.units import parse_count
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 KIND_SHARES = {"reasoning": 0.7, "text": 0.3}
+
+
+def _count(value: Any) -> Any:
+    return parse_count(value) if isinstance(value, str) else value
 
 
 class Section(BaseModel):
@@ -159,7 +164,8 @@ class Recipe(Section):
         sequence_length: Tokens per row.
         batch_size: Rows per step.
         steps: Optimizer steps of the run.
-        tokens: Instead of ``steps``: tokens of the run, rounded up to whole steps of ``batch_size * sequence_length``.
+        tokens: Instead of ``steps``: tokens of the run, such as ``60B`` or ``1.5e9``, rounded up to whole steps of
+            ``batch_size * sequence_length``.
         optimizer: AdamW and its learning rate.
         precision: ``bf16`` runs matrix products under autocast, ``fp32`` does not; ``auto`` takes bf16 where the hardware has it.
             The student's weights and AdamW's moments stay fp32 either way.
@@ -180,7 +186,7 @@ class Recipe(Section):
     sequence_length: Annotated[int, Field(ge=2)] = 8192
     batch_size: PositiveInt = 8
     steps: PositiveInt | None = None
-    tokens: PositiveInt | None = None
+    tokens: Annotated[PositiveInt, BeforeValidator(_count)] | None = None
     optimizer: OptimizerRecipe = OptimizerRecipe()
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     kl_chunk_tokens: PositiveInt = 1024
