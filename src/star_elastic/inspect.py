@@ -188,12 +188,13 @@ def print_description(description: Description, console: Console) -> None:
     layout = description.layout
     kinds = Counter(unit.kind for unit in layout.units if unit.layer is not None)
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    console.print(f"{description.source}: {layout.family}, {layout.num_layers} layers ({layers})", highlight=False)
+    console.print(f"{description.source}: {layout.family}, {layout.num_layers} layers ({layers})", highlight=False, soft_wrap=True)
     console.print(_axes_table(layout, description.elastic))
     for why, axes in _reasons(layout).items():
-        console.print(f"{', '.join(axes)}: {why}", highlight=False)
+        console.print(f"{', '.join(axes)}: {why}", highlight=False, soft_wrap=True)
     console.print(_submodels_table(layout, description.submodels))
-    console.print("copied: tensors that a submodel in memory cannot share with its parent; a slice on disk is always whole.")
+    note = "copied: what a submodel in memory cannot share with its parent; a slice on disk is always whole"
+    console.print(note, highlight=False, soft_wrap=True)
 
 
 def _axes_table(layout: Layout, elastic: ElasticConfig) -> Table:

@@ -84,4 +84,6 @@ def print_report(report: ScoreReport, layout: Layout, console: Console) -> None:
             table.add_row(name, f"{width} of {layout.axes[name].size}", f"{sum(shares.values()) / len(shares):.1%}", where)
     console.print(table)
     for layer, experts in report.idle_experts.items():
-        console.print(f"note: no calibration token reached experts {experts} of layer {layer}; they had no say in its order")
+        note = f"note: no calibration token reached experts {experts} of layer {layer}; they had no say in its order"
+        console.print(note, soft_wrap=True, highlight=False)
+    console.print(f"wrote {report.out}: {len(report.kept)} orders", soft_wrap=True, highlight=False)
