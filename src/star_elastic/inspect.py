@@ -188,7 +188,8 @@ def print_description(description: Description, console: Console) -> None:
     layout = description.layout
     kinds = Counter(unit.kind for unit in layout.units if unit.layer is not None)
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    console.print(f"{description.source}: {layout.family}, {layout.num_layers} layers ({layers})", highlight=False, soft_wrap=True)
+    heading = f"{description.source}: {layout.family}, {layout.num_layers} layers ({layers})"
+    console.print(heading, highlight=False, soft_wrap=True)
     console.print(_axes_table(layout, description.elastic))
     for why, axes in _reasons(layout).items():
         console.print(f"{', '.join(axes)}: {why}", highlight=False, soft_wrap=True)
