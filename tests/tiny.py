@@ -61,8 +61,6 @@ def tiny_model(seed: int = 0, pattern: str = "ME*ME", **edits: Any) -> NemotronH
     """A tiny random model in eval mode, the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with torch.random.fork_rng():
-        torch.manual_seed(seed)  # dt_bias and the convolution keep their random initial values
         model = NemotronHForCausalLM(tiny_config(pattern, **edits))
     randomise(model, seed)
     return model.eval()
