@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
 
 from star_elastic.checkpoint.reader import TensorInfo
 from star_elastic.checkpoint.take import Index, take_blocks
@@ -54,7 +57,7 @@ class TensorCut:
 
     def index(self) -> tuple[Index, ...]:
         """Positions to take along each dimension."""
-        return tuple(dim.index(self.members) for dim in self.dims)
+        return tuple(positions(dim, self.members) for dim in self.dims)
 
     def blocks(self) -> Iterator[memoryview]:
         """The bytes of the cut tensor, as ``take.take_blocks`` yields them."""
@@ -63,7 +66,17 @@ class TensorCut:
             yield from take_blocks(array, self.index())
             return
         first, *rest = self.dims
-        kept = first.index(self.members)
-        for member in range(first.size) if kept is None else kept:
+        for member in first.index(self.members) or range(first.size):
             members = {**self.members, **self.by_member.get(member, {})}
-            yield from take_blocks(array[member], [dim.index(members) for dim in rest])
+            yield from take_blocks(array[member], [positions(dim, members) for dim in rest])
+
+
+def positions(dim: Dim, members: Members) -> np.ndarray | None:
+    """``dim.index``, remembered: the many experts of a layer are cut alike."""
+    return _positions(dim, tuple((axis, tuple(members[axis])) for axis in sorted(dim.axes & members.keys())))
+
+
+@lru_cache(maxsize=32)
+def _positions(dim: Dim, members: tuple[tuple[str, tuple[int, ...]], ...]) -> np.ndarray | None:
+    index = dim.index(dict(members))
+    return None if index is None else np.array(index, np.int64)

@@ -14,6 +14,8 @@ from star_elastic.checkpoint.reader import INDEX, SINGLE
 
 MAX_SHARD_BYTES = 5 * 10**9
 
+ADVANCE_BYTES = 16 * 2**20  # drawing costs more than writing a block
+
 Advance = Callable[[int], object]
 """Called with the number of bytes just written."""
 
@@ -46,7 +48,7 @@ def write_weights(
         folder: where to.
         tensors: in this order; a tensor larger than a shard gets one of its own.
         max_shard_bytes: largest sum of tensor bytes in one file.
-        advance: told of every block written.
+        advance: told how many bytes were written since it was last called.
 
     Returns:
         Bytes of all tensors.
@@ -86,12 +88,15 @@ def write_file(path: Path, tensors: Sequence[Planned], advance: Advance) -> None
     with path.open("wb") as file:
         file.write(header_bytes(ordered))
         for tensor in ordered:
-            written = 0
+            written = told = 0
             for block in tensor.blocks():
                 file.write(block)
                 written += len(block)
-                advance(len(block))
+                if written - told > ADVANCE_BYTES:
+                    advance(written - told)
+                    told = written
             assert written == tensor.nbytes, f"{tensor.name}: {written} bytes for a shape of {tensor.nbytes}"
+            advance(written - told)
 
 
 def header_bytes(tensors: Sequence[Planned]) -> bytes:
