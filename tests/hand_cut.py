@@ -22,31 +22,35 @@ LETTERS = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-
 
 MODELS = {
     "plain": {},
-    "dense": dict(pattern="ME*-E"),
-    "latent": dict(moe_latent_size=16),
-    "biases": dict(pattern="ME*-E", use_bias=True, mlp_bias=True, moe_latent_size=16),
-    "groups": dict(n_group=2, topk_group=1, num_experts_per_tok=2),
+    "dense": {"pattern": "ME*-E"},
+    "latent": {"moe_latent_size": 16},
+    "biases": {"pattern": "ME*-E", "use_bias": True, "mlp_bias": True, "moe_latent_size": 16},
+    "groups": {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
 }
 """Edits of the tiny model that bring out every kind of row."""
 
+EVERY_AXIS = {
+    "hidden": 40,
+    "heads": 2,
+    "mamba_heads": 6,
+    "mamba_head_dim": 4,
+    "experts": 6,
+    "expert_ffn": 20,
+    "shared_ffn": 28,
+    "ffn": 32,
+}
 CUTS: dict[str, tuple[dict[str, int], tuple[int, ...] | None]] = {
-    "hidden": (dict(hidden=48), None),
-    "heads": (dict(heads=4), None),
-    "mamba_heads": (dict(mamba_heads=4), None),
-    "mamba_head_dim": (dict(mamba_head_dim=4), None),
-    "experts": (dict(experts=4), None),
-    "expert_ffn": (dict(expert_ffn=16), None),
-    "shared_ffn": (dict(shared_ffn=32), None),
-    "ffn": (dict(ffn=20), None),
+    "hidden": ({"hidden": 48}, None),
+    "heads": ({"heads": 4}, None),
+    "mamba_heads": ({"mamba_heads": 4}, None),
+    "mamba_head_dim": ({"mamba_head_dim": 4}, None),
+    "experts": ({"experts": 4}, None),
+    "expert_ffn": ({"expert_ffn": 16}, None),
+    "shared_ffn": ({"shared_ffn": 32}, None),
+    "ffn": ({"ffn": 20}, None),
     "depth": ({}, (0, 2, 4)),
-    "all": (
-        dict(hidden=40, heads=2, mamba_heads=6, mamba_head_dim=4, experts=6, expert_ffn=20, shared_ffn=28, ffn=32),
-        None,
-    ),
-    "all and depth": (
-        dict(hidden=40, heads=2, mamba_heads=6, mamba_head_dim=4, experts=6, expert_ffn=20, shared_ffn=28, ffn=32),
-        (1, 2, 3),
-    ),
+    "all": (EVERY_AXIS, None),
+    "all and depth": (EVERY_AXIS, (1, 2, 3)),
 }
 
 

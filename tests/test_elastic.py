@@ -17,7 +17,15 @@ from star_elastic.elastic import ElasticModel
 from star_elastic.errors import CheckpointError, ElasticError, TargetError, UnknownNameError, WidthError
 from star_elastic.submodel import ElasticConfig, Submodel
 
-SMALL = dict(hidden=40, heads=2, mamba_heads=6, mamba_head_dim=4, experts=6, expert_ffn=20, shared_ffn=28)
+SMALL = {
+    "hidden": 40,
+    "heads": 2,
+    "mamba_heads": 6,
+    "mamba_head_dim": 4,
+    "experts": 6,
+    "expert_ffn": 20,
+    "shared_ffn": 28,
+}
 CONFIG = ElasticConfig(
     family="nemotron_h",
     submodels={
@@ -348,7 +356,7 @@ def test_a_damaged_folder_is_refused_before_weights_are_loaded(tmp_path, monkeyp
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 48}))
-    with pytest.raises(CheckpointError, match="config.json says"):
+    with pytest.raises(CheckpointError, match="says"):
         ElasticModel.from_pretrained(folder)
     with pytest.raises(CheckpointError, match="does not exist"):
         ElasticModel.from_pretrained(tmp_path / "missing")

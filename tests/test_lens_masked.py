@@ -51,13 +51,13 @@ def test_masks_of_ones_leave_the_model_bit_for_bit(model_name):
         assert all(torch.equal(one, two) for one, two in zip(seen[field], wanted[field], strict=True))
 
 
-@pytest.mark.parametrize("gates", [dict(norm_topk_prob=False), dict(n_routed_experts=12, n_group=3, topk_group=2)])
+@pytest.mark.parametrize("gates", [{"norm_topk_prob": False}, {"n_routed_experts": 12, "n_group": 3, "topk_group": 2}])
 def test_expert_masks_under_other_routing_options(gates):
     edits = dict(num_experts_per_tok=3, **gates)
     parent = tiny_model(**edits)
-    child = hand_child(parent, edits, dict(experts=6))
+    child = hand_child(parent, edits, {"experts": 6})
     elastic = ElasticModel(parent)
-    with torch.no_grad(), elastic.masked(hard_masks(elastic.layout, Submodel(widths=dict(experts=6)))):
+    with torch.no_grad(), elastic.masked(hard_masks(elastic.layout, Submodel(widths={"experts": 6}))):
         assert relative(elastic(batch()).logits, child(batch()).logits) < 1e-5
 
 
@@ -71,23 +71,28 @@ def test_masked_decoding_with_a_cache_equals_the_child():
     assert torch.equal(seen, child.generate(batch(12), max_new_tokens=6, do_sample=False))
 
 
-def test_gated_norm_counts_kept_channels_in_each_group():
-    """Against the norm written out per group: 3 of 4 heads kept in each of 2 groups, 5 of 8 channels in each head."""
+@pytest.mark.parametrize(
+    ("heads", "channels"),
+    [([1, 1, 1, 0] * 2, [1] * 5 + [0] * 3), ([1, 0.5, 1, 0, 1, 0.25, 0.25, 0], [1, 1, 1, 1, 0.5, 0.5, 0, 0])],
+    ids=["hard", "soft"],
+)
+def test_gated_norm_divides_by_the_sum_of_squared_masks_of_its_group(heads, channels):
+    """Against the norm written out per group; inputs are small enough for eps to matter, groups keep different shares."""
     elastic = ElasticModel(tiny_model())
     mixer = elastic.model.model.layers[0].mixer
-    heads, channels = torch.tensor([1.0, 1, 1, 0] * 2), torch.tensor([1.0] * 5 + [0] * 3)
-    kept = torch.outer(heads, channels).flatten()
-    hidden, gate = torch.randn(2, 3, 64) * kept * 0.02, torch.randn(2, 3, 64)
+    heads, channels = torch.tensor(heads, dtype=torch.float), torch.tensor(channels, dtype=torch.float)
+    mask = torch.outer(heads, channels).flatten()
+    hidden, gate = torch.randn(2, 3, 64) * mask * 0.02, torch.randn(2, 3, 64)
     seen = []
     mixer.in_proj.register_forward_hook(lambda *_: seen.append(mixer.norm(hidden, gate)))
     with elastic.masked({"mamba_heads": heads, "mamba_head_dim": channels}):
         elastic(batch())
     product = hidden * torch.nn.functional.silu(gate)
-    for group in range(2):
-        where = [position for position in range(32 * group, 32 * (group + 1)) if kept[position]]
-        part = product[..., where]
-        scale = torch.sqrt(part.square().mean(-1, keepdim=True) + mixer.norm.variance_epsilon)
-        torch.testing.assert_close(seen[0][..., where], mixer.norm.weight[where] * part / scale, rtol=1e-5, atol=1e-7)
+    for group in (slice(0, 32), slice(32, 64)):
+        kept = mask[group].square().sum()
+        scale = torch.sqrt(product[..., group].square().sum(-1, keepdim=True) / kept + mixer.norm.variance_epsilon)
+        wanted = mixer.norm.weight[group] * product[..., group] / scale
+        torch.testing.assert_close(seen[0][..., group], wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +226,7 @@ def test_everything_is_put_back_after_an_exception():
     elastic = ElasticModel(tiny_model())
     wanted = elastic(batch()).logits
     handle = elastic.model.model.layers[1].mixer.shared_experts.register_forward_hook(lambda *_: 1 / 0)
-    masks = hard_masks(elastic.layout, Submodel(widths=dict(hidden=48, mamba_heads=4, experts=4)))
+    masks = hard_masks(elastic.layout, Submodel(widths={"hidden": 48, "mamba_heads": 4, "experts": 4}))
     with pytest.raises(ZeroDivisionError), elastic.masked(masks):
         elastic(batch())
     handle.remove()

@@ -9,7 +9,7 @@ from hand_cut import MODELS, batch, cases, cut_of, hand_child, hand_index, paren
 from star_elastic.elastic import ElasticModel
 from star_elastic.submodel import Submodel
 
-OUTPUTS = dict(output_hidden_states=True, output_router_logits=True)
+OUTPUTS = {"output_hidden_states": True, "output_router_logits": True}
 
 
 def elastic_and_child(model_name: str, cut_name: str):
@@ -73,7 +73,7 @@ def test_gradients_land_where_the_child_has_them_and_nowhere_else(model_name, cu
 def test_decoding_with_a_cache_equals_the_child(cut_name):
     elastic, child = elastic_and_child("dense", cut_name)
     ids = batch(12)
-    options = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_scores=True)
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
     seen, wanted = elastic.generate(ids, submodel="small", **options), child.generate(ids, **options)
     assert torch.equal(seen.sequences, wanted.sequences)
     # Not bit for bit: for the one position that generate keeps, BLAS may choose another kernel for another row stride.

@@ -8,7 +8,7 @@ from hand_cut import MODELS, batch, cases, cut_of, hand_child, parent_of
 from tiny import tiny_folder, tiny_model
 from transformers import AutoModelForCausalLM, NemotronHForCausalLM
 
-from star_elastic.cut import is_view, plan_cut
+from star_elastic.cut import is_view, narrow, plan_cut
 from star_elastic.elastic import ElasticModel
 from star_elastic.errors import ElasticError
 from star_elastic.slice import slice_checkpoint
@@ -112,7 +112,7 @@ def test_view_and_exported_folder_generate_the_same(tmp_path, submodel):
     slice_checkpoint(folder, tmp_path / "small", submodel)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     assert torch.equal(elastic.submodel("small")(batch()).logits, exported(batch()).logits)
-    options = dict(max_new_tokens=8, do_sample=False)
+    options = {"max_new_tokens": 8, "do_sample": False}
     wanted = exported.generate(batch(12), **options)
     assert torch.equal(elastic.submodel("small").generate(batch(12), **options), wanted)
     assert torch.equal(elastic.generate(batch(12), submodel="small", **options), wanted)
@@ -151,3 +151,17 @@ def test_plan_narrows_prefixes_and_gathers_runs():
     assert not query.is_view
     assert is_view(rows["model.norm_f.weight"], layout.members({"hidden": 48}))
     assert plan_cut(rows["model.norm_f.weight"], layout.members({"heads": 4})).narrows == ()
+
+
+def test_narrowing_a_tensor_that_is_itself_a_view():
+    """Sharded training hands out parameters as views into a larger buffer."""
+    buffer = torch.arange(100.0, requires_grad=True)
+    matrix = buffer[13:].view(-1)[:60].view(6, 10)
+    part = narrow(matrix, ((0, 1, 3), (1, 2, 5)))
+    assert torch.equal(part, matrix[1:4, 2:7])
+    weights = torch.randn(3, 5)
+    (part * weights).sum().backward()
+    seen = buffer.grad.clone()
+    buffer.grad = None
+    (matrix[1:4, 2:7] * weights).sum().backward()
+    assert torch.equal(seen, buffer.grad)

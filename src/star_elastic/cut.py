@@ -1,12 +1,13 @@
 """How a nested model takes its part of one tensor that lies in memory.
 
-A prefix of a dimension is a ``narrow``: a view, no copy. Positions in several runs (heads in groups, the segments of Mamba-2's
-input projection) have no common stride and are gathered by ``index_select``. Both are differentiable, so gradients arrive in
-the right region of the parent's tensor, and zeros elsewhere.
+A prefix of a dimension is a view, no copy. Positions in several runs (heads in groups, the segments of Mamba-2's input
+projection) have no common stride and are gathered by ``index_select``. Both are differentiable, so gradients arrive in the
+right region of the parent's tensor, and zeros elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,8 +35,8 @@ class Cut:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of ``tensor``; narrows come first, so that a gather copies no more than it must."""
-        for dim, start, length in self.narrows:
-            tensor = tensor.narrow(dim, start, length)
+        if self.narrows:
+            tensor = narrow(tensor, self.narrows)
         for dim, positions in self._positions(tensor.device) if self.gathers else ():
             tensor = tensor.index_select(dim, positions)
         return tensor
@@ -44,6 +45,18 @@ class Cut:
         if device not in self._on_device:
             self._on_device[device] = tuple((dim, positions.to(device)) for dim, positions in self.gathers)
         return self._on_device[device]
+
+
+def narrow(tensor: torch.Tensor, narrows: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    """``tensor`` narrowed along several dimensions at once, as a view.
+
+    A chain of ``Tensor.narrow`` would build one full-size gradient of zeros per dimension in backward; this builds one.
+    """
+    shape, strides, offset = list(tensor.shape), tensor.stride(), tensor.storage_offset()
+    for dim, start, length in narrows:
+        shape[dim] = length
+        offset += start * strides[dim]
+    return tensor.as_strided(shape, strides, offset)
 
 
 def plan_cut(row: Row, members: Members) -> Cut:
