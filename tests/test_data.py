@@ -11,9 +11,10 @@ import torch
 from star_elastic.errors import CheckpointError, DataError
 from star_elastic.train.data import calibration_batches, source_of, training_loader
 from star_elastic.train.documents import Documents, load_tokenizer, render_chat
+from star_elastic.train.files import PIECE_BYTES
 from star_elastic.train.packing import Cursor, RowStream, next_row, permutation
 from star_elastic.train.recipe import DataRecipe, SourceRecipe
-from star_elastic.train.sources import PIECE_BYTES, open_source
+from star_elastic.train.sources import open_source
 
 EOS = 2
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -158,7 +159,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(DataError) as caught:
         open_source(SourceRecipe(hub="owner/name"))
-    assert str(caught.value) == "hub:owner/name cannot be read: Couldn't reach the hub"
+    assert str(caught.value) == "hub:owner/name cannot be read: Couldn't reach the hub, and there is no owner/name on this disk"
 
 
 @pytest.mark.parametrize(

@@ -374,6 +374,16 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(recipe, tmp_path, m
     assert len(metrics(tmp_path / "out")) == 10
 
 
+def test_a_result_that_could_not_be_written_is_written_by_resume(recipe, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "finish", lambda self: die())
+        with pytest.raises(Killed):
+            train(recipe)
+    before = metrics(tmp_path / "out.run")
+    report = train(recipe, resume=True)
+    assert report.steps == 10 and metrics(tmp_path / "out") == before
+
+
 def test_a_loss_that_is_not_a_number_stops_and_keeps_the_checkpoint(recipe, tmp_path, monkeypatch):
     calls = []
 

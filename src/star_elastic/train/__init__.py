@@ -1,8 +1,9 @@
 """Nested distillation: one run that turns a sorted parent into an elastic checkpoint.
 
 The pieces, in the order in which a run uses them: ``recipe`` (what to do), ``prepare`` (checks before any weight is loaded),
-``sources``, ``documents``, ``packing`` and ``data`` (tokens), ``curriculum`` and ``schedule`` (which submodel, which learning
-rate), ``distill`` (the loss), ``loop`` (the run), ``state`` (checkpoints and exact resume), ``report``.
+``rows``, ``files``, ``sources``, ``documents``, ``packing`` and ``data`` (from bytes to batches), ``curriculum`` and ``schedule``
+(which submodel, which learning rate), ``distill`` (the loss), ``loop`` (the run), ``state`` (checkpoints and exact resume),
+``report`` and ``card``.
 
 Example:
     >>> from star_elastic.train import train_family

@@ -72,11 +72,12 @@ def train_family(
     run = RunFolder(recipe)
     run.check(resume)
     plan = prepare(recipe)
-    with run.open(), _own_randomness(plan.device), StopRequest() as stop:
+    with run.open(), _own_randomness(plan.device):
         trainer = Trainer(plan, run)
         if resume:
             trainer.restore()
-        trainer.train(stop, progress)
+        with StopRequest() as stop:
+            trainer.train(stop, progress)
         report = trainer.finish()
     run.remove()
     if progress:
@@ -128,7 +129,8 @@ class Trainer:
             while self.step < recipe.total_steps:
                 self._step(next(batches))
                 advance(per_step)
-                due = self.step % recipe.checkpoint_every == 0 and self.step < recipe.total_steps
+                # Also after the last step: should the disk be full now, the result can still be written later.
+                due = self.step % recipe.checkpoint_every == 0 or self.step == recipe.total_steps
                 if due or stop.signal is not None:
                     self.save()
                 if stop.signal is not None:

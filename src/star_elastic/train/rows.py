@@ -1,0 +1,61 @@
+"""What one row of data may be: text, or a conversation; and how a row that is neither is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from star_elastic.errors import DataError
+
+Message = dict[str, Any]
+Document = str | list[Message]  # raw text, or a conversation
+
+
+def choose_field(row: Any, place: str) -> str:
+    """``messages`` where there is one, else ``text``.
+
+    Raises:
+        DataError: neither is there.
+    """
+    for field in ("messages", "text"):
+        if field in row:
+            return field
+    raise DataError(f"{place}: neither 'messages' nor 'text'; name the field: one of {', '.join(sorted(row))}")
+
+
+def check_document(value: Any, place: str) -> None:
+    """Refuse what is neither text nor a conversation; None counts as empty text.
+
+    Raises:
+        DataError: names the place and the type found.
+    """
+    if value is None or isinstance(value, str):
+        return
+    if not isinstance(value, list):
+        raise DataError(f"{place} holds {type(value).__name__}; it must be text, or a list of messages")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(f"{place}: a message must be an object with 'role' and 'content', not {str(message)[:60]!r}")
+
+
+def holds_text(document: Document) -> bool:
+    """Whether there is anything to learn from."""
+    if isinstance(document, str):
+        return bool(document.strip())
+    return any(str(message.get("content") or "").strip() for message in document)
+
+
+def parse_row(raw: bytes, place: str) -> dict[str, Any]:
+    """One line of a JSON-lines file.
+
+    Raises:
+        DataError: not JSON, or not an object; names the place.
+    """
+    try:
+        row = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
+        raise DataError(f"{place}: not valid JSON ({reason}); JSON lines hold one object in each line") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: holds a JSON {type(row).__name__}; JSON lines hold one object in each line")
+    return row
