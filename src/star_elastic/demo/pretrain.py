@@ -82,7 +82,11 @@ def train_parent(out: Path, data: Path, settings: Settings, *, progress: bool) -
     with progress_bar("training the parent", settings.parent_steps, "steps", shown=progress) as advance:
         for step, batch in zip(range(settings.parent_steps), loader, strict=False):
             rate = learning_rate(
-                step, settings.parent_steps, peak=settings.peak_lr, floor=settings.peak_lr / 20, warmup=settings.parent_steps // 20
+                step,
+                settings.parent_steps,
+                peak=settings.peak_lr,
+                floor=settings.peak_lr / 20,
+                warmup=settings.parent_steps // 20,
             )
             for group in optimizer.param_groups:
                 group["lr"] = rate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def run_demo(out: Path | str = "demo-out", *, quick: bool = False, progress: boo
         "elastic", "distilling three sizes in one run", lambda folder: _train(folder, sorted_parent, data, settings, progress)
     )
     slices = {
-        name: stages.run(f"slices/{name}", f"slicing {name}", lambda folder, n=name: _slice(elastic, folder, n, progress))
+        name: stages.run(f"slices/{name}", f"slicing {name}", partial(_slice, elastic, name=name, progress=progress))
         for name in settings.cuts
     }
     folders = dict(zip(STAGES, (parent, sorted_parent, elastic), strict=True))
@@ -175,5 +176,6 @@ def _examine(
     if quick:
         console.print("Quick version: it checks the facts below and claims no accuracy.")
     print_facts(facts, console)
-    console.print(f"Numbers: {out / 'report.json'}. Try: star-elastic generate {folders['trained']} --submodel small --prompt ...")
+    console.print(f"Numbers: {out / 'report.json'}")
+    console.print(f"Try: star-elastic generate {folders['trained']} --submodel small --prompt ...", soft_wrap=True)
     return DemoReport(sizes, facts, passed)
