@@ -261,6 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, or 2 for a mistake of the user, told in one line on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = typer.main.get_command(app)
+    # Its warnings (a kernel that this machine lacks, ...) are for programmers; ours are one line each.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         # Not command.main(): that would turn an interrupt into a silent exit code of its own.
         with command.make_context("star-elastic", list(words)) as context:

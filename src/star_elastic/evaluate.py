@@ -9,31 +9,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from star_elastic.elastic import ElasticModel
+from star_elastic.train.distill import chunked_cross_entropy
+
 Conversation = Sequence[Mapping[str, str]]
 
 
 @torch.inference_mode()
-def held_out_loss(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> float:
-    """Mean next-token cross-entropy in nats over all real tokens.
+def held_out_loss(
+    model: ElasticModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    submodel: str | None = None,
+    chunk_tokens: int = 1024,
+) -> float:
+    """Mean next-token cross-entropy in nats over all real tokens of all batches.
 
     Args:
-        model: a transformers causal LM.
+        model: an elastic model; its mode is left as it is, so put it in evaluation mode first.
         batches: each with ``input_ids`` and ``attention_mask``, (B, T); a prediction counts when its target is real.
+        submodel: which nested model; None for the whole.
+        chunk_tokens: tokens whose logits exist at one time.
     """
     total, count = 0.0, 0
     for batch in batches:
-        ids, mask = batch["input_ids"].to(model.device), batch["attention_mask"].to(model.device)
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits  # (B, T, V)
-        real = mask[:, 1:].bool()
-        predicted, wanted = logits[:, :-1][real].float(), ids[:, 1:][real]
-        total += torch.nn.functional.cross_entropy(predicted, wanted, reduction="sum").item()
-        count += wanted.numel()
+        ids, mask = (batch[name].to(model.model.device) for name in ("input_ids", "attention_mask"))
+        hidden = model.features(ids, mask, submodel=submodel)  # (B, T, D)
+        loss = chunked_cross_entropy(hidden, model.head_weight(submodel), ids, mask, chunk_tokens)
+        targets = int(mask[:, 1:].sum())
+        total, count = total + loss.item() * targets, count + targets
     return total / max(count, 1)
 
 
 @torch.inference_mode()
 def exact_match(
-    model: Any, tokenizer: Any, conversations: Sequence[Conversation], *, max_new_tokens: int, end_of_thought: str = "</think>"
+    model: Any,
+    tokenizer: Any,
+    conversations: Sequence[Conversation],
+    *,
+    max_new_tokens: int,
+    end_of_thought: str = "</think>",
 ) -> float:
     """Share of questions whose greedy answer equals the expected one.
 

@@ -42,7 +42,9 @@ def sorted_equals_parent(parent: Path, sorted_parent: Path, ids: torch.Tensor) -
 def views_equal_folders(elastic: ElasticModel, slices: Mapping[str, Path], ids: torch.Tensor) -> Fact:
     """Every submodel on views computes, bit for bit, what its exported folder computes. ids: (B, T)."""
     equal = {
-        name: torch.equal(elastic.submodel(name)(input_ids=ids).logits, load_model(folder, device=CPU)(input_ids=ids).logits)
+        name: torch.equal(
+            elastic.submodel(name)(input_ids=ids).logits, load_model(folder, device=CPU)(input_ids=ids).logits
+        )
         for name, folder in slices.items()
     }
     different = [name for name, same in equal.items() if not same]

@@ -66,10 +66,10 @@ class Examiner:
         rows = (data / HELD_OUT_ROWS).read_text(encoding="utf-8").splitlines()
         self.conversations = [json.loads(row)["messages"] for row in rows]
 
-    def measure(self, model: Any) -> Quality:
-        """Loss and accuracy of a transformers causal LM."""
-        accuracy = exact_match(model, self.tokenizer, self.conversations, max_new_tokens=MAX_NEW_TOKENS)
-        return Quality(held_out_loss(model, self.held_out), accuracy)
+    def measure(self, model: ElasticModel, name: str) -> Quality:
+        """Loss and accuracy of one nested size."""
+        accuracy = exact_match(model.submodel(name), self.tokenizer, self.conversations, max_new_tokens=MAX_NEW_TOKENS)
+        return Quality(held_out_loss(model, self.held_out, submodel=name), accuracy)
 
 
 def describe_size(layout: Layout, settings: Settings, name: str, quality: dict[str, Quality]) -> Size:
@@ -91,7 +91,7 @@ def measure_sizes(models: dict[str, ElasticModel], examiner: Examiner, settings:
     for name in settings.cuts:
         quality = {}
         for stage, model in models.items():
-            quality[stage] = examiner.measure(model.submodel(name))
+            quality[stage] = examiner.measure(model, name)
             advance(1)
         sizes.append(describe_size(models["trained"].layout, settings, name, quality))
     return sizes
@@ -115,7 +115,9 @@ def print_sizes(sizes: Sequence[Size], parent: Quality, console: Console) -> Non
 def print_facts(facts: Sequence[Fact], console: Console) -> None:
     """The three facts, each with its measurement."""
     for number, fact in enumerate(facts, 1):
-        console.print(f"{number}. {'holds' if fact.holds else 'FAILS'}: {fact.claim} ({fact.measured})", highlight=False)
+        console.print(
+            f"{number}. {'holds' if fact.holds else 'FAILS'}: {fact.claim} ({fact.measured})", highlight=False
+        )
 
 
 def as_json(sizes: Sequence[Size], parent: Quality, facts: Sequence[Fact]) -> dict[str, Any]:

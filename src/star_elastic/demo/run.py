@@ -22,11 +22,12 @@ from star_elastic.demo.task import write_data
 from star_elastic.demo.tokenizer import write_tokenizer
 from star_elastic.elastic import ElasticModel
 from star_elastic.errors import TargetError
+from star_elastic.loading import no_bars
 from star_elastic.progress import progress_bar
 from star_elastic.score import score_parent
 from star_elastic.slice import slice_checkpoint
 from star_elastic.sort import sort_parent
-from star_elastic.submodel import Submodel, read_json
+from star_elastic.submodel import ElasticConfig, Submodel, read_json
 from star_elastic.train import train_family
 from star_elastic.train.documents import load_tokenizer
 
@@ -88,34 +89,50 @@ def run_demo(out: Path | str = "demo-out", *, quick: bool = False, progress: boo
         >>> run_demo("demo-out", quick=True).passed
         True
     """
-    settings, console = (QUICK if quick else FULL), Console()
-    stages = Stages(Path(out), settings, console)
+    with no_bars():
+        return _run(Path(out), QUICK if quick else FULL, progress, Console())
+
+
+def _run(out: Path, settings: Settings, progress: bool, console: Console) -> DemoReport:
+    stages = Stages(out, settings, console)
     data = stages.run("data", "writing chains and text", lambda folder: _write_data(folder, settings))
     parent = stages.run(
-        "parent", "training a parent from scratch", lambda folder: train_parent(folder, data, settings, progress=progress)
+        "parent",
+        "training a parent from scratch",
+        lambda folder: train_parent(folder, data, settings, progress=progress),
     )
     scores = stages.run("scores", "scoring importance", lambda folder: _score(parent, folder, data, settings, progress))
     sorted_parent = stages.run("sorted", "sorting", lambda folder: sort_parent(parent, folder, scores))
     elastic = stages.run(
-        "elastic", "distilling three sizes in one run", lambda folder: _train(folder, sorted_parent, data, settings, progress)
+        "elastic",
+        "distilling three sizes in one run",
+        lambda folder: _train(folder, sorted_parent, data, settings, progress),
     )
     slices = {
         name: stages.run(f"slices/{name}", f"slicing {name}", partial(_slice, elastic, name=name, progress=progress))
         for name in settings.cuts
     }
     folders = dict(zip(STAGES, (parent, sorted_parent, elastic), strict=True))
-    return _examine(Path(out), folders, slices, data, settings, quick, progress, console)
+    return _examine(out, folders, slices, data, settings, progress, console)
 
 
 def _write_data(folder: Path, settings: Settings) -> None:
     with target_folder(folder) as made:
-        write_data(made, rows=settings.rows, text_chars=settings.text_chars, held_out=settings.held_out, seed=settings.seed)
+        write_data(
+            made, rows=settings.rows, text_chars=settings.text_chars, held_out=settings.held_out, seed=settings.seed
+        )
         write_tokenizer(made / "tokenizer")
 
 
 def _score(parent: Path, folder: Path, data: Path, settings: Settings, progress: bool) -> None:
     score_parent(
-        parent, folder, mixture(data), samples=8 * settings.batch_size, seq_len=settings.length, batch_size=32, progress=progress
+        parent,
+        folder,
+        mixture(data),
+        samples=8 * settings.batch_size,
+        seq_len=settings.length,
+        batch_size=32,
+        progress=progress,
     )
 
 
@@ -143,8 +160,6 @@ def _train(folder: Path, sorted_parent: Path, data: Path, settings: Settings, pr
 
 
 def _slice(elastic: Path, folder: Path, name: str, progress: bool) -> None:
-    from star_elastic.submodel import ElasticConfig
-
     slice_checkpoint(elastic, folder, ElasticConfig.load(elastic).get(name), name=name, progress=progress)
 
 
@@ -154,7 +169,6 @@ def _examine(
     slices: dict[str, Path],
     data: Path,
     settings: Settings,
-    quick: bool,
     progress: bool,
     console: Console,
 ) -> DemoReport:
@@ -170,10 +184,10 @@ def _examine(
         views_equal_folders(models["trained"], slices, ids),
         sizes_share_memory(models["trained"], list(settings.cuts)),
     ]
-    passed = all(fact.holds for fact in facts) and (quick or all(size.improved for size in sizes))
+    passed = all(fact.holds for fact in facts) and (settings.quick or all(size.improved for size in sizes))
     (out / "report.json").write_text(json.dumps(as_json(sizes, parent, facts), indent=2) + "\n", encoding="utf-8")
     print_sizes(sizes, parent, console)
-    if quick:
+    if settings.quick:
         console.print("Quick version: it checks the facts below and claims no accuracy.")
     print_facts(facts, console)
     console.print(f"Numbers: {out / 'report.json'}")

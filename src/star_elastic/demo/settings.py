@@ -23,6 +23,7 @@ class Settings:
     peak_lr: float = 3e-3
     elastic_lr: float = 1e-3
     seed: int = 0
+    quick: bool = False
     cuts: dict[str, dict[str, float]] = field(
         default_factory=lambda: {
             "full": {},
@@ -38,5 +39,13 @@ class Settings:
 
 FULL = Settings(parent_steps=600, elastic_steps=300, rows=20_000, text_chars=2_000_000, held_out=240)
 QUICK = Settings(
-    parent_steps=12, elastic_steps=12, rows=400, text_chars=60_000, held_out=16, hidden=64, expert_ffn=32, shared_ffn=64
+    quick=True,
+    parent_steps=12,
+    elastic_steps=12,
+    rows=400,
+    text_chars=60_000,
+    held_out=16,
+    hidden=64,
+    expert_ffn=32,
+    shared_ffn=64,
 )
