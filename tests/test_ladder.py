@@ -106,6 +106,30 @@ def test_select_by_name_widths_layers_and_budget() -> None:
     assert select_words(elastic, memory="300kB", context=1).name == "small"
 
 
+def test_below_every_named_size_the_uniform_ladder_is_taken_and_said() -> None:
+    """Case 27: a number always gets the largest legal widths at or under it."""
+    elastic = ElasticConfig(family="nemotron_h", submodels={"mid": Submodel(widths={"hidden": 48})})
+    found = select_words(elastic, params=str(real_params(24) + 1))
+    assert found.name is None and found.submodel.widths["hidden"] == 24
+    assert "the smallest of the 2 named submodels" in found.lines[0] and "not trained" in found.lines[0]
+    assert found.lines[1].startswith("ladder: the uniform ladder")
+
+
+def test_a_width_of_depth_keeps_the_best_ranked_layers_or_says_that_none_are_ranked() -> None:
+    ranked = ElasticConfig(family="nemotron_h", depth_order=(2, 4, 0, 1, 3))
+    assert select_words(ranked, widths=["depth=3", "hidden=48"]).submodel == Submodel(
+        widths={"hidden": 48}, layers=(0, 2, 4)
+    )
+    unranked = select_words(widths=["depth=3"])
+    assert unranked.submodel.layers == (0, 1, 2) and "depth is not ranked" in unranked.lines[0]
+    with pytest.raises(WidthError, match="no full_attention layer"):
+        select_words(widths=["depth=2"])
+    with pytest.raises(WidthError, match="depth width 6 is illegal: the parent has only 5"):
+        select_words(widths=["depth=6"])
+    with pytest.raises(RequestError, match="exclude each other"):
+        select_words(widths=["depth=3"], layers="0,1,2")
+
+
 def test_a_parent_that_names_only_itself_has_the_uniform_ladder() -> None:
     elastic = ElasticConfig(family="nemotron_h", submodels={"full": Submodel().completed(LAYOUT)})
     found = select_words(elastic, params=str(real_params(40)))

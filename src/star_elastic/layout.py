@@ -295,6 +295,8 @@ class Layout:
             UnknownNameError: an axis that the model does not have.
             WidthError: an illegal width, or kept layers that are out of range, repeated, out of order, or miss a needed kind.
         """
+        if "depth" in widths:
+            raise WidthError(f"depth is cut by naming the layers that stay: give layers, not a width of {widths['depth']}")
         check_widths(self.width_axes, widths)
         if layers is None:
             return

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from star_elastic.checkpoint import Checkpoint, check_target
-from star_elastic.errors import ElasticError
+from star_elastic.errors import ElasticError, WidthError
 from star_elastic.families.base import Config, itemsize
 from star_elastic.inspect import submodel_cost, with_full
-from star_elastic.ladder import Budget, choose
+from star_elastic.ladder import Budget, Choice, choose
 from star_elastic.layout import Layout
 from star_elastic.slice import SliceReport, plan_slice, slice_checkpoint
 from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
@@ -124,14 +124,47 @@ def select(request: SizeRequest, config: Config, layout: Layout, elastic: Elasti
     if request.name is not None:
         return Selection(request.name, elastic.get(request.name))
     if request.submodel is not None:
-        request.submodel.check(layout)
-        return Selection(None, request.submodel)
+        return _explicit(request.submodel, layout, elastic)
     assert request.budget is not None
     budget = replace(request.budget, dtype="fp32" if itemsize(config) == 4 else "bf16")
+    return _within(budget, layout, elastic)
+
+
+def _explicit(submodel: Submodel, layout: Layout, elastic: ElasticConfig) -> Selection:
+    """Explicit widths; a width of ``depth`` means the best so many layers, or the first where depth was never ranked."""
+    widths, layers = dict(submodel.widths), submodel.layers
+    lines: tuple[str, ...] = ()
+    if "depth" in widths:
+        depth = widths.pop("depth")
+        if layers is not None:
+            raise RequestError(f"--width depth={depth} and --layers exclude each other: say one of them")
+        layout.axes["depth"].check(depth)
+        order = elastic.depth_order or tuple(range(layout.num_layers))
+        layers = tuple(sorted(order[:depth]))
+        if elastic.depth_order is None:
+            lines = (f"note: depth is not ranked here, so the first {depth} layers stay; --layers says which",)
+    chosen = Submodel(widths=widths, layers=layers)
+    chosen.check(layout)
+    return Selection(None, chosen, lines)
+
+
+def _within(budget: Budget, layout: Layout, elastic: ElasticConfig) -> Selection:
+    """The largest named nested model that fits, else the largest of the uniform ladder."""
     # A parent that was only sorted names nothing but the whole model, which is no ladder.
     nested = any(not submodel.is_full(layout) for submodel in elastic.submodels.values())
-    choice = choose(layout, with_full(layout, elastic) if nested else {}, budget)
-    return Selection(choice.name if nested else None, choice.submodel, (f"ladder: {choice.ladder}", f"chosen: {choice.summary}"))
+    lines: tuple[str, ...] = ()
+    if nested:
+        try:
+            choice = choose(layout, with_full(layout, elastic), budget)
+            return Selection(choice.name, choice.submodel, _said(choice))
+        except WidthError as error:
+            lines = (f"note: {error}; so widths are taken that were not trained",)
+    choice = choose(layout, {}, budget)
+    return Selection(None, choice.submodel, (*lines, *_said(choice)))
+
+
+def _said(choice: Choice) -> tuple[str, str]:
+    return f"ladder: {choice.ladder}", f"chosen: {choice.summary}"
 
 
 def describe_cut(layout: Layout, submodel: Submodel) -> list[str]:
