@@ -4,7 +4,8 @@
 
 Full width through ElasticModel against the bare transformers model (aim: at most 1.03), and each nested model, through the
 lens and as a model on views, against its exported slice (aim: at most 1.05). The two sides of a ratio run in turn, so that a
-busy machine slows both; the median of the rounds' ratios is reported with its quartiles. Prints a table and one JSON line.
+busy machine slows both; the median of the rounds' ratios is reported with its quartiles. ``--clock cpu`` counts this process's
+CPU seconds instead of wall time, for machines that others use too. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM, NemotronHConfig, NemotronHForCaus
 from star_elastic import ElasticModel, Submodel, slice_checkpoint
 
 KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 FULL_AIM, SLICE_AIM = 1.03, 1.05
 
 
@@ -40,18 +42,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         parent.save_pretrained(Path(folder) / "parent")
         elastic = ElasticModel(copy.deepcopy(parent))
-        rows += compare("full", "lens", elastic, parent, ids, options.rounds, FULL_AIM)
+        rows += Pair(elastic, parent, ids, options).compare("full", "lens", FULL_AIM)
         for name, submodel in submodels(options).items():
             slice_checkpoint(Path(folder) / "parent", Path(folder) / name, submodel)
             exported = AutoModelForCausalLM.from_pretrained(Path(folder) / name)
             elastic.add(name, submodel)
             view = elastic.submodel(name)
             with elastic.at(name):
-                rows += compare(name, "lens", elastic, exported, ids, options.rounds, SLICE_AIM)
-            rows += compare(name, "views", view, exported, ids, options.rounds, SLICE_AIM)
+                rows += Pair(elastic, exported, ids, options).compare(name, "lens", SLICE_AIM)
+            rows += Pair(view, exported, ids, options).compare(name, "views", SLICE_AIM)
     parameters = sum(parameter.numel() for parameter in parent.parameters())
-    show(rows, f"{parameters / 1e6:.1f}M parameters, {ids.numel()} tokens, {torch.get_num_threads()} threads")
-    print(json.dumps({"benchmark": "lens", "parameters": parameters, "tokens": ids.numel(), "rows": rows}))
+    setting = {
+        "parameters": parameters,
+        "tokens": ids.numel(),
+        "threads": torch.get_num_threads(),
+        "clock": options.clock,
+    }
+    show(rows, ", ".join(f"{name} {value}" for name, value in setting.items()))
+    print(json.dumps({"benchmark": "lens", **setting, "rows": rows}))
 
 
 def read_options() -> argparse.Namespace:
@@ -65,6 +73,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of one forward")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     return parser.parse_args()
 
 
@@ -118,43 +127,44 @@ def step(model: torch.nn.Module, ids: torch.Tensor) -> None:
     model(ids, labels=ids, use_cache=False).loss.backward()
 
 
-def compare(
-    name: str, how: str, ours: torch.nn.Module, other: torch.nn.Module, ids: torch.Tensor, rounds: int, aim: float
-) -> list[dict[str, Any]]:
-    """Ratios of ``ours`` over ``other``; a model on views takes no gradient, so it has no backward."""
-    passes: dict[str, Callable[..., None]] = {"forward": forward}
-    if how == "lens":
-        passes["forward+backward"] = step
-    rows = []
-    for label, run in passes.items():
-        pairs = [timed_pair(run, ours, other, ids, swap=number % 2 == 1) for number in range(rounds + 2)][2:]
-        ratios = sorted(one / two for one, two in pairs)
-        low, _, high = statistics.quantiles(ratios, n=4)
-        rows.append(
-            {
-                "submodel": name,
-                "how": how,
-                "pass": label,
-                "ratio": round(statistics.median(ratios), 3),
-                "quartiles": [round(low, 3), round(high, 3)],
-                "ms": round(1e3 * statistics.median(one for one, _ in pairs), 1),
-                "other_ms": round(1e3 * statistics.median(two for _, two in pairs), 1),
-                "aim": aim,
-            }
-        )
-    return rows
+class Pair:
+    """Two models to be timed in turn on the same token ids."""
 
+    def __init__(
+        self, ours: torch.nn.Module, other: torch.nn.Module, ids: torch.Tensor, options: argparse.Namespace
+    ) -> None:
+        self.models = (ours, other)
+        self.ids = ids
+        self.clock = CLOCKS[options.clock]
+        self.rounds = options.rounds
 
-def timed_pair(
-    run: Callable[..., None], ours: torch.nn.Module, other: torch.nn.Module, ids: torch.Tensor, swap: bool
-) -> tuple[float, float]:
-    """Seconds of ``ours`` and ``other``, one right after the other, in turning order."""
-    seconds = {}
-    for model in (other, ours) if swap else (ours, other):
-        start = time.perf_counter()
-        run(model, ids)
-        seconds[id(model)] = time.perf_counter() - start
-    return seconds[id(ours)], seconds[id(other)]
+    def seconds(self, run: Callable[..., None], swap: bool) -> tuple[float, float]:
+        """Seconds of ours and of the other, one right after the other; ``swap`` starts with the other."""
+        taken = [0.0, 0.0]
+        for number in (1, 0) if swap else (0, 1):
+            start = self.clock()
+            run(self.models[number], self.ids)
+            taken[number] = self.clock() - start
+        return taken[0], taken[1]
+
+    def compare(self, name: str, how: str, aim: float) -> list[dict[str, Any]]:
+        """One row per pass; a model on views takes no gradient, so it has no backward."""
+        passes = {"forward": forward, "step": step} if how == "lens" else {"forward": forward}
+        return [
+            self.row(run, {"submodel": name, "how": how, "pass": label, "aim": aim}) for label, run in passes.items()
+        ]
+
+    def row(self, run: Callable[..., None], labels: dict[str, Any]) -> dict[str, Any]:
+        """The median ratio of one pass, its quartiles, and both sides' median milliseconds."""
+        pairs = [self.seconds(run, swap=number % 2 == 1) for number in range(self.rounds + 2)][2:]
+        low, middle, high = statistics.quantiles((one / two for one, two in pairs), n=4)
+        ours, other = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
+        return labels | {
+            "ratio": round(middle, 3),
+            "quartiles": [round(low, 3), round(high, 3)],
+            "ms": round(ours, 1),
+            "other_ms": round(other, 1),
+        }
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
@@ -173,7 +183,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
             f"{row['other_ms']:.1f}",
             f"{row['aim']}{mark}",
         )
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,13 @@ def test_checkpointing_gives_the_same_gradients(submodel, switch):
         assert (gradient is None and seen[name] is None) or torch.equal(gradient, seen[name])
 
 
+def test_checkpointing_by_transformers_alone_stays_with_transformers(monkeypatch):
+    elastic = elastic_of().train()
+    elastic.model.activation_checkpointing_enable()
+    monkeypatch.setattr("star_elastic.switch.checkpoint", lambda *_, **__: pytest.fail("checkpointed twice"))
+    elastic(batch(), labels=batch()).loss.backward()
+
+
 @pytest.mark.parametrize("switch", ["ours", "transformers"])
 def test_checkpointing_under_masks_gives_the_same_gradients(switch):
     def run(checkpointing: bool) -> tuple[dict, torch.Tensor]:

@@ -145,6 +145,34 @@ def test_a_mask_enters_its_path_once(axis):
     torch.testing.assert_close(half, (none + whole) / 2, rtol=1e-4, atol=1e-5)
 
 
+def norm_by_hand(norm: torch.nn.Module, stream: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """An RMS norm over ``kept`` channels, whatever the number of channels."""
+    return norm.weight * stream / torch.sqrt(stream.square().sum(-1, keepdim=True) / kept + norm.variance_epsilon)
+
+
+@pytest.mark.parametrize("model_name", ["plain", "biases"])
+def test_a_soft_hidden_mask_multiplies_once_whatever_writes_to_the_stream(model_name):
+    """Each layer adds mask * mixer(norm over k channels), and the head reads mask * embedding: no factor twice or missing."""
+    elastic = ElasticModel(parent_of(model_name))
+    model, mask = elastic.model, torch.linspace(0.2, 1.0, 64)
+    kept = mask.square().sum()
+    outputs = []
+    for block in model.model.layers:
+        block.register_forward_hook(lambda module, args, output: outputs.append((module, args[0], output)))
+    with torch.no_grad():
+        with elastic.masked({"hidden": mask}):
+            elastic(batch())
+        for block, stream, output in outputs:
+            added = block.mixer(norm_by_hand(block.norm, stream, kept))
+            added = added[0] if isinstance(added, tuple) else added
+            torch.testing.assert_close(output - stream, mask * added, rtol=1e-4, atol=1e-4)
+        with elastic.masked({"hidden": mask, "depth": torch.zeros(5)}):
+            seen = elastic(batch()).logits
+        stream = mask * model.model.embeddings(batch())
+        wanted = norm_by_hand(model.model.norm_f, stream, kept) @ model.lm_head.weight.T
+    torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_soft_expert_mask_scales_the_gate_before_renormalisation():
     """Scores 0.5 each: with masks 1 and 1/3 the two gates are 3/4 and 1/4 of the scaling factor, by hand."""
     elastic = ElasticModel(tiny_model())
