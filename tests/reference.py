@@ -14,7 +14,9 @@ Kept = Mapping[str, Sequence[int]]
 State = dict[str, torch.Tensor]
 
 
-def rearranged(model: NemotronHForCausalLM, kept: Kept | Callable[[int], Kept], layers: Sequence[int] | None = None) -> State:
+def rearranged(
+    model: NemotronHForCausalLM, kept: Kept | Callable[[int], Kept], layers: Sequence[int] | None = None
+) -> State:
     """State of a model with the given members of each axis, in the given order.
 
     Args:

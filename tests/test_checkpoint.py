@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_folder
 
 from star_elastic.checkpoint import Checkpoint, copy_companions, write_weights
+from star_elastic.checkpoint.reader import read_header
 from star_elastic.checkpoint.take import take_blocks
 from star_elastic.errors import CheckpointError, ElasticError
 from star_elastic.families import layout_of
@@ -103,6 +104,8 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     assert all(torch.equal(read[t.name].view(torch.uint8), t.tensor.view(torch.uint8)) for t in tensors)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+    for info in read_header(tmp_path / "model.safetensors"):
+        assert info.offset % info.itemsize == 0, info.name
 
 
 @pytest.mark.parametrize(("limit", "files"), [(1, 4), (50, 3), (60, 2), (110, 2), (111, 1)])

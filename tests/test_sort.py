@@ -148,8 +148,10 @@ def test_the_best_members_come_first(parent: Path, tmp_path: Path) -> None:
 
 
 def test_equal_scores_keep_their_order(parent: Path) -> None:
-    axis = open_elastic(parent)[1].axes["heads"]
-    assert best_first(np.array([0, 1, 1, 0, 5, 5, 5, 6], np.float32), axis) == [1, 2, 0, 3, 7, 4, 5, 6]
+    axes = open_elastic(parent)[1].axes
+    assert best_first(np.array([0, 1, 1, 0, 5, 5, 5, 6], np.float32), axes["heads"]) == [1, 2, 0, 3, 7, 4, 5, 6]
+    thirds = [*range(2, 64, 3), *range(1, 64, 3), *range(0, 64, 3)]
+    assert best_first(np.arange(64, dtype=np.float32) % 3, axes["hidden"]) == thirds
 
 
 def test_a_slice_of_the_sorted_parent_keeps_the_best(parent: Path, tmp_path: Path) -> None:

@@ -151,6 +151,51 @@ def test_a_stale_sibling_is_cleared(tmp_path: Path) -> None:
     assert tmp_path.exists() and list((tmp_path / "out").iterdir()) == []
 
 
+def test_another_writer_that_finishes_at_the_last_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """We open its temporary folder, it renames that to the target and ends, we get the lock on what is now its result."""
+    import fcntl
+
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    partial.mkdir()
+    (partial / "file").write_text("theirs")
+    original = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        if partial.exists() and not out.exists():
+            partial.rename(out)
+        original(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(TargetError, match="out exists and is not empty"), target_folder(out):
+        pass
+    assert (out / "file").read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_third_writer_that_starts_at_that_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, but a third writer has already made and locked a new temporary folder of the same name."""
+    import fcntl
+
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    partial.mkdir()
+    original, third = fcntl.flock, []
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not third:
+            partial.rename(out)
+            partial.mkdir()
+            (partial / "file").write_text("the third writer's")
+            third.append(os.open(partial, os.O_RDONLY))
+            original(third[0], fcntl.LOCK_EX)
+        original(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(TargetError, match="another process is writing"), target_folder(out):
+        pass
+    assert (partial / "file").exists()
+    os.close(third[0])
+
+
 # --- real signals -------------------------------------------------------------------------------------------------
 
 # The command line itself, slowed down so that the signal falls in the middle of the weights.

@@ -83,7 +83,7 @@ def split_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[
 
 def write_file(path: Path, tensors: Sequence[Planned], advance: Advance) -> None:
     """Write one safetensors file: header length, header, bytes."""
-    # Wide numbers first: after an odd count of 2-byte numbers a 4-byte tensor would lie unaligned, which readers refuse.
+    # Wide numbers first, as the format asks: after an odd count of 2-byte numbers a 4-byte tensor would lie unaligned.
     ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)
     with path.open("wb") as file:
         file.write(header_bytes(ordered))
