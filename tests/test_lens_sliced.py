@@ -100,6 +100,36 @@ def test_attention_weights_are_recorded_once_each():
     assert seen.attentions[0].shape[1] == 2  # query heads of the nested model
 
 
+@pytest.mark.parametrize("first", ["full", "small"])
+def test_recording_at_one_size_does_not_record_twice_at_another(first):
+    elastic, _ = elastic_and_child("plain", "all and depth")
+    elastic(batch(), submodel="small")
+    for name in (first, "full", "small", "full"):
+        seen = elastic(batch(), submodel=name, **OUTPUTS)
+        layers, routers = {"full": (5, 2), "small": (3, 1)}[name]
+        assert (len(seen.hidden_states), len(seen.router_logits)) == (layers + 1, routers)
+
+
+def test_recording_that_the_config_asks_for():
+    elastic, _ = elastic_and_child("plain", "hidden")
+    assert elastic(batch(), submodel="small").hidden_states is None
+    elastic.model.config.output_hidden_states = True
+    assert len(elastic(batch(), submodel="small").hidden_states) == 6
+    assert elastic.submodel("small").config.hidden_size == 48
+
+
+@pytest.mark.parametrize("cut_name", ["hidden", "all"])
+def test_a_layer_under_the_lens_compiles_without_graph_breaks(cut_name):
+    elastic, child = elastic_and_child("plain", cut_name)
+    width = child.config.hidden_size
+    with elastic.at("small"), torch.no_grad():
+        for layer, wanted in zip(elastic.model.model.layers, child.model.layers, strict=True):
+            torch._dynamo.reset()
+            hidden = torch.randn(1, 16, width)
+            compiled = torch.compile(layer, fullgraph=True, backend="eager")
+            torch.testing.assert_close(compiled(hidden), wanted(hidden))
+
+
 def test_experts_implementation_reaches_the_nested_model(monkeypatch):
     elastic, child = elastic_and_child("plain", "all")
     wanted = child(batch()).logits

@@ -50,8 +50,13 @@ class Cut:
 def narrow(tensor: torch.Tensor, narrows: Sequence[tuple[int, int, int]]) -> torch.Tensor:
     """``tensor`` narrowed along several dimensions at once, as a view.
 
-    A chain of ``Tensor.narrow`` would build one full-size gradient of zeros per dimension in backward; this builds one.
+    A chain of ``Tensor.narrow`` builds one full-size gradient of zeros per dimension in backward; ``as_strided`` builds one. A
+    compiler, which cannot trace storage offsets, merges the chain by itself.
     """
+    if len(narrows) == 1 or torch.compiler.is_compiling():
+        for narrowed in narrows:
+            tensor = tensor.narrow(*narrowed)
+        return tensor
     shape, strides, offset = list(tensor.shape), tensor.stride(), tensor.storage_offset()
     for dim, start, length in narrows:
         shape[dim] = length

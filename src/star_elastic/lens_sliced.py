@@ -36,17 +36,19 @@ class SlicedLens:
         self._skeleton = Skeleton(model, layout, submodel)
         self._units = {pair.path: pair for pair in self._skeleton.pairs}
         self._frames = {path: self._skeleton.model.get_submodule(path) for path in frames}
-        self._record_outputs(model)
+        self._recording = False
         for path, module in [*((pair.path, pair.child) for pair in self._skeleton.pairs), *self._frames.items()]:
             relay(module, model.get_submodule(path))
 
-    def _record_outputs(self, model: PreTrainedModel) -> None:
-        # transformers records hidden states and router logits by hooks. Those on the parent's units fire in this lens too, and
-        # the shell's units would record everything twice; hooks inside the shell's units are the only ones that see routers.
-        maybe_install_capturing_hooks(model)
-        maybe_install_capturing_hooks(self._skeleton.model)
+    def _record_outputs(self, parent: Any, frame: Any) -> None:
+        # transformers records hidden states and router logits by hooks, which it installs when first asked. Those on the parent's
+        # units fire in this lens too, so on the shell's units they would record everything twice; but inside the shell's units
+        # they are the only ones that see routers and attention.
+        maybe_install_capturing_hooks(parent)
+        maybe_install_capturing_hooks(frame)
         for pair in self._skeleton.pairs:
             pair.child._forward_hooks.clear()
+        self._recording = True
 
     def follow(self) -> None:
         """Take over what may have changed on the parent since the last use."""
@@ -56,6 +58,8 @@ class SlicedLens:
         """Compute the call of the parent's ``module`` at ``path`` as the nested model computes it."""
         if path in self._frames:
             frame = self._frames[path]
+            if not self._recording and path and records(frame, kwargs):
+                self._record_outputs(module, frame)
             return type(frame).forward(frame, *args, **kwargs)
         pair = self._units[path]
         if pair.child.training != module.training:
@@ -67,3 +71,9 @@ class SlicedLens:
     def part(self, path: str, name: str) -> torch.Tensor:
         """The nested model's part of one parameter of the parent's unit at ``path``, differentiable."""
         return next(part.cut(part.source.get()) for part in self._units[path].parts if part.name == name)
+
+
+def records(frame: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this call of a transformers base model is asked, by argument or config, to record something."""
+    wanted = (f"output_{name}" for name in frame._can_record_outputs or ())
+    return any(kwargs.get(name, getattr(frame.config, name, False)) for name in wanted)

@@ -63,12 +63,13 @@ class Skeleton:
         self.pairs = [pair_unit(parent, self.model, unit, path, members) for unit, path in units]
         self._parent = parent
         self._twins = list(twins(parent, self.model, {path: unit.module for unit, path in units}))
+        theirs = vars(parent.config)
+        self._edited = {name for name, value in vars(self.model.config).items() if theirs.get(name) != value}
 
     def follow(self) -> None:
-        """Take over what may have changed on the parent: implementations, training mode, computed buffers."""
-        for name in ("_attn_implementation", "_experts_implementation"):
-            if getattr(self.model.config, name) != getattr(self._parent.config, name):
-                setattr(self.model.config, name, getattr(self._parent.config, name))
+        """Take over what may have changed on the parent: config (attention implementation, ...), training mode, buffers."""
+        settings = {name: value for name, value in vars(self._parent.config).items() if name not in self._edited}
+        vars(self.model.config).update(settings)
         for source, target in self._twins:
             target.training = source.training
             for name in target._non_persistent_buffers_set:
