@@ -238,6 +238,7 @@ def test_deepcopy_makes_an_independent_model():
     with elastic.at("small"):
         twin = copy.deepcopy(elastic)
         parent = copy.deepcopy(elastic.model)
+    assert not twin._views, "views are not copied along: a copied view is a second set of weights"
     full = logits_of(elastic)
     assert torch.equal(logits_of(twin), full), "a copy starts as the full model"
     assert torch.equal(parent(batch()).logits, full)
