@@ -264,6 +264,14 @@ def test_orders_that_would_change_the_function(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_trained_family_is_not_taken_apart(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "parent", pattern=PATTERN)
+    ElasticConfig(family="nemotron_h", provenance={"training": {"steps": 3}}).save(folder)
+    with pytest.raises(CheckpointError, match="is trained for its nested sizes"):
+        sort_folder(folder, tmp_path / "out", random_orders(("hidden",)))
+    assert [path.name for path in tmp_path.iterdir()] == ["parent"]
+
+
 def test_the_parent_is_never_the_target(parent: Path, tmp_path: Path) -> None:
     save_file({"hidden": torch.rand(64)}, tmp_path / "scores.safetensors")
     with pytest.raises(TargetError, match="is the source itself"):

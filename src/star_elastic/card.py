@@ -26,6 +26,7 @@ def slice_card(
     nbytes: int,
     licence: Mapping[str, Any],
     named: str | None,
+    trained: bool,
 ) -> str:
     """The card of a slice.
 
@@ -37,15 +38,21 @@ def slice_card(
         nbytes: bytes of the slice's weights.
         licence: front-matter fields taken over from the parent's card.
         named: the submodel's name in the parent's family, where it has one.
+        trained: whether the family was trained for its named submodels.
     """
     widths = layout.complete(submodel.widths)
     total = cost.params(layout, widths, submodel.layers)
     active = cost.active_params(layout, widths, submodel.layers)
     which = f"nested model `{named}`" if named and named != FULL else "nested model"
+    how = (
+        "trained together with its family, then cut out of it"
+        if trained and named
+        else "cut out of its weights untrained"
+    )
     lines = [
         front_matter(parent, licence),
         f"# {title}\n",
-        f"A {which} of `{parent}`, cut out of its weights without training by star-elastic {VERSION}.\n",
+        f"A {which} of `{parent}`, {how} by star-elastic {VERSION}.\n",
         "| | this model | parent |",
         "|---|---|---|",
         f"| parameters | {format_count(total)} ({total:,}) | {_count(cost.params(layout, {}))} |",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from star_elastic.layout import Layout, Located
 from star_elastic.progress import progress_bar
 from star_elastic.submodel import ElasticConfig
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+TRAINING = "training"  # what training leaves in the provenance of elastic.json
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -104,7 +107,8 @@ def check_against_config(cuts: Sequence[TensorCut], config: dict[str, Any]) -> N
 def parent_name(checkpoint: Checkpoint, elastic: ElasticConfig | None = None) -> str:
     """A name for the parent: what elastic.json records, the hub name in config.json, or the folder's name."""
     recorded = elastic.provenance.get("parent") if elastic else None
-    hub = checkpoint.config.get("_name_or_path")
+    origin = str(checkpoint.config.get("_name_or_path", ""))
+    hub = origin if HUB_NAME.fullmatch(origin) else None  # older writers left paths of their own machine there
     return str(recorded or hub or checkpoint.folder.resolve().name)
 
 

@@ -13,7 +13,7 @@ from star_elastic.card import read_licence, slice_card
 from star_elastic.checkpoint import MAX_SHARD_BYTES, Checkpoint, TensorCut, check_target
 from star_elastic.families import family_of, layout_of
 from star_elastic.layout import Layout
-from star_elastic.rewrite import locate, parent_name, write_model
+from star_elastic.rewrite import TRAINING, locate, parent_name, write_model
 from star_elastic.submodel import FILE_NAME, ElasticConfig, Submodel
 
 
@@ -81,6 +81,7 @@ def slice_checkpoint(
         nbytes=nbytes,
         licence=read_licence(checkpoint.folder),
         named=name or (_known_as(submodel, elastic, layout) if elastic else None),
+        trained=elastic is not None and TRAINING in elastic.provenance,
     )
     config = family_of(checkpoint.config).child_config(checkpoint.config, submodel.widths, submodel.layers)
     write_model(out, checkpoint, cuts, config, card, label="slice", max_shard_bytes=max_shard_bytes, progress=progress)

@@ -13,10 +13,11 @@ from typing import Any
 
 from star_elastic.card import read_licence, sorted_card
 from star_elastic.checkpoint import MAX_SHARD_BYTES, Checkpoint, TensorCut, check_target
+from star_elastic.errors import CheckpointError
 from star_elastic.families import family_of
 from star_elastic.layout import Layout, Members
 from star_elastic.orders import SCORES_FILE, Orders, check_orders, members_for, ordered_axes, own_orders, read_orders
-from star_elastic.rewrite import locate, parent_name, write_model
+from star_elastic.rewrite import TRAINING, locate, parent_name, write_model
 from star_elastic.submodel import FULL, ElasticConfig, Submodel, open_elastic
 from star_elastic.version import VERSION
 
@@ -80,11 +81,16 @@ def sort_folder(
 
     Raises:
         UnknownNameError: a key that names no axis or layer of the parent.
-        CheckpointError: an order that is no such permutation; a damaged parent; a full disk.
+        CheckpointError: an order that is no such permutation; a parent whose nested sizes are already trained; a damaged
+            parent; a full disk.
         TargetError: ``out`` must not be written.
     """
     check_target(out, parent)
     config, layout, elastic = open_elastic(parent)
+    if TRAINING in elastic.provenance:
+        raise CheckpointError(
+            f"{parent} is trained for its nested sizes, and sorting would take them apart: sort its parent"
+        )
     check_orders(orders, layout)
     checkpoint = Checkpoint.open(parent)
     cuts = plan_sort(layout, checkpoint, orders)
