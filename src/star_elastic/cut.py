@@ -75,7 +75,7 @@ def plan_cut(row: Row, members: Members) -> Cut:
         parts = runs(index)
         if len(parts) > 1:
             gathers.append((number, torch.tensor(index)))
-        elif parts != [(0, dim.size)]:
+        else:
             narrows.append((number, *parts[0]))
     return Cut(tuple(narrows), tuple(gathers))
 
