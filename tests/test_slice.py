@@ -323,9 +323,10 @@ def edited(source: Path, tmp_path: Path, edit: dict[str, torch.Tensor | None]) -
             "misses backbone.layers.1.mixer.experts.7.up_proj",
         ),
         ({"backbone.extra.weight": torch.zeros(3)}, "holds backbone.extra.weight that a nemotron_h of this config"),
+        ({"model.norm_f.weight": torch.zeros(64)}, "holds model.norm_f.weight a second time as backbone.norm_f.weight"),
         (
-            {"model.norm_f.weight": torch.zeros(64)},
-            "holds the same tensor as backbone.norm_f.weight, model.norm_f.weight",
+            {"model.layers.1.mixer.experts.up_proj": torch.zeros(8, 32, 64)},
+            r"experts.up_proj a second time as 8 tensors \(backbone",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from star_elastic.checkpoint import (
 )
 from star_elastic.errors import CheckpointError
 from star_elastic.families import layout_of
-from star_elastic.layout import Layout, Located
+from star_elastic.layout import Layout, Located, Row, Unit
 from star_elastic.progress import progress_bar
 from star_elastic.submodel import ElasticConfig
 
@@ -117,9 +117,10 @@ def _check_complete(layout: Layout, checkpoint: Checkpoint, located: dict[str, L
     if missing:
         raise CheckpointError(f"{checkpoint.folder} misses {_few(missing)} that its config.json describes")
     for unit, row in layout.tensors():
-        schemes = {unit.name(row), unit.disk_name(row, member=0 if row.unrolled else None)}
-        if len(schemes) == 2 and schemes <= located.keys():
-            raise CheckpointError(f"{checkpoint.folder} holds the same tensor as {_few(sorted(schemes))}: keep one")
+        in_memory = unit.name(row)
+        twice = [name for name in _disk_names(unit, row) if name != in_memory and name in located]
+        if twice and in_memory in located:
+            raise CheckpointError(f"{checkpoint.folder} holds {in_memory} a second time as {_few(twice)}: keep one")
 
 
 def _missing(layout: Layout, names: set[str]) -> list[str]:
@@ -127,10 +128,12 @@ def _missing(layout: Layout, names: set[str]) -> list[str]:
     missing = []
     for unit, row in layout.tensors():
         if unit.name(row) not in names and row.alias is None:
-            members = range(row.dims[0].size) if row.unrolled else [None]
-            on_disk = [unit.disk_name(row, member=member) for member in members]
-            missing += [name for name in on_disk if name not in names]
+            missing += [name for name in _disk_names(unit, row) if name not in names]
     return missing
+
+
+def _disk_names(unit: Unit, row: Row) -> list[str]:
+    return [unit.disk_name(row, member=member) for member in (range(row.dims[0].size) if row.unrolled else [None])]
 
 
 def _few(names: Sequence[str]) -> str:
