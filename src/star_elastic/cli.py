@@ -244,6 +244,7 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="A one-minute version that checks the facts, not the accuracy.")
     ] = False,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another parent, another order of the data.")] = 0,
 ) -> None:
     """Train a small family from scratch on this machine and show what makes it elastic.
 
@@ -253,7 +254,7 @@ def demo(
     """
     from star_elastic.demo import run_demo
 
-    if not run_demo(out, quick=quick).passed:
+    if not run_demo(out, quick=quick, seed=seed).passed:
         raise typer.Exit(1)
 
 

@@ -20,11 +20,11 @@ from star_elastic.elastic import ElasticModel
 from star_elastic.evaluate import exact_match, held_out_loss
 from star_elastic.layout import Layout
 from star_elastic.train.data import Calibration, calibration_batches
-from star_elastic.units import format_bytes, format_count
+from star_elastic.units import format_bytes
 
 STAGES = ("unsorted", "sorted", "trained")
 FULL_SIZE_TOLERANCE = 1.02  # the largest size starts as the parent, and must not get worse than this times its loss
-MAX_NEW_TOKENS = 40  # the longest thought takes 32 tokens, its end and the answer 3
+MAX_NEW_TOKENS = 30  # the longest thought takes 24 tokens, its end and the answer 3
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Quality:
 
     loss: float
     accuracy: float
+
+    def __str__(self) -> str:
+        return f"{self.loss:.3f} / {self.accuracy:4.0%}"
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,19 @@ class Size:
     active_params: int
     nbytes: int
     quality: dict[str, Quality]
+    is_parent: bool
+    cut_axes: tuple[str, ...]
 
     @property
     def improved(self) -> bool:
-        """Whether training beat the sorted one-shot slice (for the parent's own size: kept its loss)."""
+        """Whether training beat the sorted one-shot slice; the parent's own size must keep the parent's loss instead."""
         before, after = self.quality["sorted"].loss, self.quality["trained"].loss
-        is_parent = self.quality["sorted"] == self.quality["unsorted"]
-        return after <= before * FULL_SIZE_TOLERANCE if is_parent else after < before
+        return after <= before * FULL_SIZE_TOLERANCE if self.is_parent else after < before
+
+    @property
+    def verdict(self) -> str:
+        """``improved`` in a word."""
+        return ("kept" if self.is_parent else "better") if self.improved else "WORSE"
 
 
 class Examiner:
@@ -82,6 +91,8 @@ def describe_size(layout: Layout, settings: Settings, name: str, quality: dict[s
         active_params=cost.active_params(layout, widths),
         nbytes=int(cost.weight_bytes(layout, widths, dtype="fp32")),
         quality=quality,
+        is_parent=not settings.cuts[name],
+        cut_axes=tuple(settings.cuts[name]),
     )
 
 
@@ -98,17 +109,21 @@ def measure_sizes(models: dict[str, ElasticModel], examiner: Examiner, settings:
 
 
 def print_sizes(sizes: Sequence[Size], parent: Quality, console: Console) -> None:
-    """The table: one row a size, one-shot slices beside trained ones, the parent below."""
-    table = Table(title="Held-out loss (nats per token) and exact answers of each size", title_justify="left")
-    table.add_column("size")
-    for column in ("total", "active", "bytes", "one-shot, unsorted", "one-shot, sorted", "elastic", "better?"):
-        table.add_column(column, justify="right")
+    """Two tables: what each size costs, and how good it is before and after each step."""
+    costs = Table(title="Sizes", title_justify="left")
+    costs.add_column("size")
+    for column in ("cut", "total", "active", "bytes"):
+        costs.add_column(column, justify="right")
     for size in sizes:
-        cells = [f"{q.loss:.3f} / {q.accuracy:4.0%}" for q in (size.quality[stage] for stage in STAGES)]
-        verdict = "yes" if size.improved else "NO"
-        counts = (format_count(size.params), format_count(size.active_params), format_bytes(size.nbytes))
-        table.add_row(size.name, *counts, *cells, verdict)
-    table.add_row("parent", "", "", "", "", "", f"{parent.loss:.3f} / {parent.accuracy:4.0%}", "")
+        cut = ", ".join(f"{axis} {size.widths[axis]}" for axis in size.cut_axes) or "nothing"
+        costs.add_row(size.name, cut, f"{size.params:,}", f"{size.active_params:,}", format_bytes(size.nbytes))
+    console.print(costs)
+    table = Table(title="Held-out loss in nats per token / exact answers", title_justify="left")
+    for column in ("size", "one-shot, unsorted", "one-shot, sorted", "elastic", ""):
+        table.add_column(column, justify="left" if column in ("size", "") else "right")
+    for size in sizes:
+        table.add_row(size.name, *(str(size.quality[stage]) for stage in STAGES), size.verdict)
+    table.add_row("parent", "", "", str(parent), "")
     console.print(table)
 
 

@@ -78,6 +78,9 @@ def train_parent(out: Path, data: Path, settings: Settings, *, progress: bool) -
     )
     torch.manual_seed(settings.seed)
     model = NemotronHForCausalLM(parent_config(settings, len(tokenizer))).train()
+    with torch.no_grad():
+        # Next to the layers' outputs the usual embeddings are faint, and looking a label up is learned half as fast.
+        model.get_input_embeddings().weight.mul_(10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.peak_lr, betas=(0.9, 0.98), weight_decay=0.0)
     with progress_bar("training the parent", settings.parent_steps, "steps", shown=progress) as advance:
         for step, batch in zip(range(settings.parent_steps), loader, strict=False):

