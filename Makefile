@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= demo-out
 
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow lint bench bench-gpu clean
 
 help:
 	@echo "make demo       train a small elastic family on this machine, end to end (about six minutes on two cores)"
 	@echo "make test       ruff, mypy and the fast tests"
 	@echo "make test-slow  the tests that make test leaves out"
 	@echo "make bench      the benchmarks: one table and one JSON line each"
+	@echo "make bench-gpu  what only a GPU can show"
 	@echo "make clean      remove the environment, caches and the demo's output"
 
 $(READY): pyproject.toml constraints.txt
@@ -34,7 +35,10 @@ test-slow: $(READY)
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
 
 bench: $(READY)
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+bench-gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(OUT)
