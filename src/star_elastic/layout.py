@@ -129,11 +129,26 @@ class Router:
 
 @dataclass(frozen=True)
 class Tap:
-    """Where scoring reads an axis's activations: the ``input`` or ``output`` of a module, or inside fused ``experts``."""
+    """Where scoring reads the activations of an axis.
+
+    Which channels belong to which member is not said here: the row ``{module}.weight`` says it, by its columns for an ``input``
+    and by its rows for an ``output``. Where that dimension masks the axis in one segment (``!``), only that segment counts.
+
+    Attributes:
+        axis: the axis to score.
+        module: relative to the unit.
+        side: ``input`` or ``output`` of a module; or ``experts`` for fused routed experts, called with hidden states, chosen
+            experts and gates, where experts are judged by what they put out and their channels by what enters the last matrix.
+        over: a further axis of the same channels, of which only the kept members count; of all others, all count.
+
+    Example:
+        ``Tap("heads", "mixer.o_proj", "input")`` on columns ``heads!*head_dim`` scores each head over its ``head_dim`` channels.
+    """
 
     axis: str
     module: str
     side: str
+    over: str | None = None
 
 
 @dataclass(frozen=True)
