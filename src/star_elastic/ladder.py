@@ -115,6 +115,7 @@ def uniform_ladder(layout: Layout) -> tuple[dict[str, Submodel], str]:
     members = {}
     for width in lead.legal():
         widths = {axis.name: axis.at_most(axis.size * width // lead.size) for axis in followers}
-        members[f"{lead.name} {width}"] = Submodel(widths={lead.name: width, **widths})
+        if layout.fits({lead.name: width, **widths}):
+            members[f"{lead.name} {width}"] = Submodel(widths={lead.name: width, **widths})
     followed = f" with {', '.join(axis.name for axis in followers)} at the same fraction" if followers else ""
     return members, f"the uniform ladder of {len(members)} {lead.name} widths{followed}"

@@ -113,7 +113,7 @@ def _check_complete(layout: Layout, checkpoint: Checkpoint, located: dict[str, L
     if missing:
         raise CheckpointError(f"{checkpoint.folder} misses {_few(missing)} that its config.json describes")
     for unit, row in layout.tensors():
-        schemes = {unit.name(row), unit.disk_name(row, member=0 if row.unrolled else None)}
+        schemes = {unit.name(row), unit.disk_names(row)[0]}
         if len(schemes) == 2 and schemes <= located.keys():
             raise CheckpointError(f"{checkpoint.folder} holds the same tensor as {_few(sorted(schemes))}: keep one")
 
@@ -123,9 +123,7 @@ def _missing(layout: Layout, names: set[str]) -> list[str]:
     missing = []
     for unit, row in layout.tensors():
         if unit.name(row) not in names and row.alias is None:
-            members = range(row.dims[0].size) if row.unrolled else [None]
-            on_disk = [unit.disk_name(row, member=member) for member in members]
-            missing += [name for name in on_disk if name not in names]
+            missing += [name for name in unit.disk_names(row) if name not in names]
     return missing
 
 
