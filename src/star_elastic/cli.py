@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,14 @@ import typer
 
 from star_elastic.errors import ElasticError, nearest
 from star_elastic.version import VERSION
+
+
+class Packing(StrEnum):
+    """How documents are put into samples."""
+
+    cross = "cross"
+    apart = "apart"
+
 
 app = typer.Typer(
     add_completion=False,
@@ -31,6 +40,7 @@ Preset = Annotated[
     typer.Option("--preset", metavar="NAME", help="Widths of a published family, for a folder without elastic.json."),
 ]
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:0, ...")]
+
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto (as stored), float32 or bfloat16.")]
 
 
@@ -77,18 +87,50 @@ def score(
         str, typer.Option(metavar="FILE", help="Text, .jsonl or .parquet file, or a datasets folder or name.")
     ],
     samples: Annotated[int, typer.Option(metavar="N", min=1, help="How many samples to read.")] = 1024,
-    seq_len: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per sample.")] = 8192,
+    seq_len: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens per sample; 8192, or what the model allows.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Samples per forward pass.")] = 1,
+    packing: Annotated[
+        Packing, typer.Option(help="cross: documents follow each other in a sample; apart: one each, padded.")
+    ] = Packing.cross,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="AXIS=NAME",
+            help="Rank an axis otherwise; may be repeated. experts: reap, activation, frequency, router_weight, random. "
+            "depth: removal, cosine, none. Others: activation, weight_norm, random.",
+        ),
+    ] = None,
+    kept: Annotated[
+        list[str] | None,
+        typer.Option(metavar="AXIS=N", help="Judge Mamba heads by the N best channels only: mamba_head_dim=N."),
+    ] = None,
+    per_expert: Annotated[
+        bool, typer.Option("--per-expert", help="Give each expert an order of its channels for itself as well.")
+    ] = False,
+    depth_samples: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Samples for removing layers; each costs a run per pair of layers.")
+    ] = 16,
+    width: Annotated[
+        list[str] | None,
+        typer.Option(metavar="AXIS=N", help="Show also what this width keeps (N, or P%); may be repeated."),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the order of the data.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run from OUT.run.")] = False,
+    save_every: Annotated[int, typer.Option(metavar="N", min=1, help="Batches between two saves to OUT.run.")] = 64,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Rank every channel by the size of its activations on calibration data.
+    """Rank the members of every axis on calibration data, and show what cuts would keep.
 
     \b
-    Example:
+    Examples:
       star-elastic score ./parent ./scores --data calibration.jsonl --samples 256 --seq-len 2048
+      star-elastic score ./parent ./scores --data calibration.jsonl --method depth=cosine --method experts=frequency
     """
     from star_elastic.score import score_parent
+    from star_elastic.score.methods import parse_kept, parse_methods
 
     score_parent(
         parent,
@@ -97,6 +139,15 @@ def score(
         samples=samples,
         seq_len=seq_len,
         batch_size=batch_size,
+        packing=packing.value,
+        methods=parse_methods(method or ()),
+        kept=parse_kept(kept or ()),
+        per_expert=per_expert,
+        depth_samples=depth_samples,
+        widths=width or (),
+        seed=seed,
+        resume=resume,
+        save_every=save_every,
         device=device,
         dtype=dtype,
         progress=True,
