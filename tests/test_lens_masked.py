@@ -1,4 +1,4 @@
-"""The masked lens: hard masks equal the hand-cut child, ones equal the parent, soft masks have the right gradients."""
+"""The masked lens beside the central test of test_families.py: routing options, norms, soft masks and their gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from hand_cut import MODELS, batch, cases, cut_of, hand_child, parent_of
+from hand_cut import MODELS, batch, cut_of, hand_child, parent_of
 from tiny import tiny_model
 
 from star_elastic.elastic import ElasticModel
@@ -18,37 +18,6 @@ from star_elastic.submodel import Submodel
 def relative(one: torch.Tensor, two: torch.Tensor) -> float:
     """Largest difference over the largest value."""
     return ((one - two).abs().max() / two.abs().max()).item()
-
-
-def ones_masks(elastic: ElasticModel) -> dict[str, torch.Tensor]:
-    return {name: torch.ones(axis.size) for name, axis in elastic.layout.axes.items()}
-
-
-@pytest.mark.parametrize(("model_name", "cut_name"), cases())
-def test_hard_mask_equals_the_hand_cut_child(model_name, cut_name):
-    parent = parent_of(model_name)
-    widths, layers = cut_of(model_name, cut_name)
-    child = hand_child(parent, MODELS[model_name], widths, layers)
-    elastic = ElasticModel(parent)
-    masks = hard_masks(elastic.layout, Submodel(widths=widths, layers=layers))
-    with torch.no_grad(), elastic.masked(masks):
-        seen = elastic(batch()).logits
-    wanted = child(batch()).logits
-    assert relative(seen, wanted) < 1e-5
-    assert relative(parent(batch()).logits, wanted) > 1e-2, "the cut changes what the model computes"
-
-
-@pytest.mark.parametrize("model_name", MODELS)
-def test_masks_of_ones_leave_the_model_bit_for_bit(model_name):
-    parent = parent_of(model_name)
-    wanted = parent(batch(), output_router_logits=True, output_hidden_states=True)
-    elastic = ElasticModel(parent)
-    with elastic.masked(ones_masks(elastic)):
-        seen = elastic(batch(), output_router_logits=True, output_hidden_states=True)
-    assert torch.equal(seen.logits, wanted.logits)
-    for field in ("router_logits", "hidden_states"):
-        assert len(seen[field]) == len(wanted[field]) > 0
-        assert all(torch.equal(one, two) for one, two in zip(seen[field], wanted[field], strict=True))
 
 
 @pytest.mark.parametrize("gates", [{"norm_topk_prob": False}, {"n_routed_experts": 12, "n_group": 3, "topk_group": 2}])

@@ -1,4 +1,4 @@
-"""Tiny random models of every family. Norm weights, biases and the experts' selection bias are random: ones and zeros hide faults.
+"""Tiny random models of every family. Norm weights, biases and the selection bias are random: ones and zeros hide faults.
 
 ``tiny_model`` and ``tiny_folder`` make a NemotronH; ``FAMILIES`` has a builder for each family, such as ``tiny_llama``.
 """
