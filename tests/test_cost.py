@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import FAMILIES, tiny_config
 from transformers import NemotronHConfig, NemotronHForCausalLM
 from transformers.cache_utils import DynamicCache
 
@@ -127,8 +127,10 @@ def test_weight_bytes_are_those_of_the_file(dtype: str, name: str, tmp_path: Pat
     assert estimate == pytest.approx((tmp_path / "model.safetensors").stat().st_size, rel=0.01)
 
 
-def test_cache_bytes_are_those_of_a_real_cache(tmp_path: Path) -> None:
-    model = NemotronHForCausalLM(tiny_config("ME*M")).eval()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cache_bytes_are_those_of_a_real_cache(family: str, dtype: torch.dtype) -> None:
+    model = FAMILIES[family]().to(dtype)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.zeros(1, 11, dtype=torch.long), cache=cache, use_cache=True)
@@ -136,8 +138,8 @@ def test_cache_bytes_are_those_of_a_real_cache(tmp_path: Path) -> None:
     tensors = [state for layer in cache.layers for state in _states(layer)]
     kv = sum(t.numel() * t.element_size() for t in tensors if t.dim() == 4 and t.shape[2] == 11)
     total = sum(t.numel() * t.element_size() for t in tensors)
-    assert 11 * cost.kv_bytes_per_token(layout, {}, itemsize=4) == kv
-    assert cost.state_bytes_per_sequence(layout, {}, itemsize=4) == total - kv
+    assert 11 * cost.kv_bytes_per_token(layout, {}, itemsize=dtype.itemsize) == kv
+    assert cost.state_bytes_per_sequence(layout, {}, itemsize=dtype.itemsize) == total - kv
 
 
 def _states(layer: object) -> list[torch.Tensor]:

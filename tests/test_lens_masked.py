@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import pytest
 import torch
 from hand_cut import MODELS, batch, cut_of, hand_child, parent_of
-from tiny import tiny_model
+from tiny import tiny_granitemoehybrid, tiny_llama, tiny_mixtral, tiny_model, tiny_qwen3, tiny_qwen3_moe
 
 from star_elastic.elastic import ElasticModel
 from star_elastic.errors import UnknownNameError, WidthError
+from star_elastic.families import layout_of
 from star_elastic.masks import hard_masks, prefix_mask
 from star_elastic.submodel import Submodel
 
@@ -64,12 +66,24 @@ def test_gated_norm_divides_by_the_sum_of_squared_masks_of_its_group(heads, chan
         torch.testing.assert_close(seen[0][..., group], wanted, rtol=1e-5, atol=1e-7)
 
 
+# Every expert is routed to, so that no top-k swap makes the loss jump.
+SOFT = {
+    "nemotron_h": functools.partial(tiny_model, pattern="ME*-E", num_experts_per_tok=8),
+    "llama": tiny_llama,
+    "qwen3": tiny_qwen3,
+    "qwen3_moe": functools.partial(tiny_qwen3_moe, num_experts_per_tok=8),
+    "qwen3_moe normed": functools.partial(tiny_qwen3_moe, num_experts_per_tok=8, norm_topk_prob=True),
+    "mixtral": functools.partial(tiny_mixtral, num_experts_per_tok=8),
+    "granitemoehybrid": functools.partial(tiny_granitemoehybrid, num_experts_per_tok=8),
+}
+
+
 @pytest.mark.parametrize(
-    "axis", ["hidden", "heads", "mamba_heads", "mamba_head_dim", "experts", "expert_ffn", "shared_ffn", "ffn", "depth"]
+    ("family", "axis"), [(name, axis) for name, build in SOFT.items() for axis in layout_of(build().config.to_dict()).axes]
 )
-def test_gradient_of_a_soft_mask_equals_finite_differences(axis):
-    """Every expert is routed to, so that no top-k swap makes the loss jump; fp32, so a central difference of 2e-3 is used."""
-    elastic = ElasticModel(tiny_model(pattern="ME*-E", num_experts_per_tok=8))
+def test_gradient_of_a_soft_mask_equals_finite_differences(family, axis):
+    """In fp32, so a central difference of 2e-2 is used."""
+    elastic = ElasticModel(SOFT[family]())
     generator = torch.Generator().manual_seed(1)
     masks = {name: 0.4 + 0.5 * torch.rand(one.size, generator=generator) for name, one in elastic.layout.axes.items()}
     direction = torch.randn(masks[axis].shape, generator=generator)

@@ -108,7 +108,7 @@ def layer_unit(table: Table, config: Config, number: int) -> Unit:
         taps += parts.expert_taps("block_sparse_moe.experts")
         router = Router("block_sparse_moe.router", "topk_softmax")
     if config["layer_types"][number] == MAMBA:
-        kind, states = "mamba", parts.mamba_states(table, None)
+        kind, states = "mamba", parts.mamba_states(table, 4)  # the scan hands back fp32, whatever the dtype
         taps += parts.mamba_taps("mamba")
         biases = {"bias": config["mamba_proj_bias"], "conv_bias": config["mamba_conv_bias"]}
         mixer = parts.mamba_rows(table, "mamba", config["mamba_n_groups"], **biases)

@@ -149,7 +149,7 @@ def mamba_rows(
     ]
 
 
-def mamba_states(table: Table, ssm_itemsize: int | None) -> list[State]:
+def mamba_states(table: Table, ssm_itemsize: int) -> list[State]:
     """Caches of a Mamba-2 layer: the last inputs of the convolution, and the SSM state of ``ssm_itemsize`` bytes a number."""
     conv = table.row("conv", "mamba_heads*mamba_head_dim + groups*state + groups*state, kernel").dims
     ssm = table.row("ssm", "mamba_heads, mamba_head_dim, state").dims
