@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from bytes_tokenizer import write_tokenizer
 from slow_scores import Rows
-from tiny import tokens
+from tiny import tiny_folder, tokens
 
 from star_elastic.families import layout_of
 from star_elastic.score import ScoreOptions, Scores, score_model
@@ -47,3 +50,17 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         known = ~tensor.isnan()  # NaN stands for what was not measured: the package marks it by a negative number
         assert torch.allclose(found[key][known].double(), tensor[known].double(), rtol=rtol, atol=0), key
         assert (found[key][~known] < 0).all(), key
+
+
+def scored_parent(path: Path) -> Path:
+    """A model folder with a tokenizer of one token per byte (below 125)."""
+    folder = tiny_folder(path, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    write_tokenizer(folder)
+    return folder
+
+
+def calibration_file(path: Path) -> Path:
+    """Nine documents of growing length."""
+    lines = [{"text": f"line {number}: {'abcdefgh' * (number + 1)}"} for number in range(9)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path

@@ -10,29 +10,23 @@ from typing import Any
 import pytest
 import torch
 from bytes_tokenizer import write_tokenizer
-from safetensors.torch import load_file
-from scoring import assert_close
-from tiny import tiny_folder
+from safetensors.torch import load_file, save_file
+from scoring import assert_close, calibration_file, scored_parent
 
 from star_elastic.cli import main
 from star_elastic.errors import TargetError
 from star_elastic.score import score_parent
+from star_elastic.score.run import row_length
 
 
 @pytest.fixture
 def parent(tmp_path: Path) -> Path:
-    """A model folder with a tokenizer of one token per byte (below 125)."""
-    folder = tiny_folder(tmp_path / "parent", bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    write_tokenizer(folder)
-    return folder
+    return scored_parent(tmp_path / "parent")
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    path = tmp_path / "calibration.jsonl"
-    lines = [{"text": f"line {number}: {'abcdefgh' * (number + 1)}"} for number in range(9)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return calibration_file(tmp_path / "calibration.jsonl")
 
 
 def test_folder_to_folder(parent: Path, data: Path, tmp_path: Path) -> None:
@@ -83,6 +77,15 @@ def test_command_prints_what_the_file_holds(
         assert all(f"of layer {layer}" in out for layer in idle)
 
 
+def test_documents_apart_are_padded_and_score_as_they_are(parent: Path, data: Path, tmp_path: Path) -> None:
+    apart = score_parent(parent, tmp_path / "apart", data, samples=9, seq_len=200, packing="apart", batch_size=4)
+    alone = score_parent(parent, tmp_path / "alone", data, samples=9, seq_len=200, packing="apart", batch_size=1)
+    cross = score_parent(parent, tmp_path / "cross", data, samples=9, seq_len=200)
+    assert apart.samples == 9 and cross.samples < 9 and apart.tokens == cross.tokens
+    first, second = (load_file(run.out / "scores.safetensors") for run in (apart, alone))
+    assert_close(first, second, rtol=1e-4)
+
+
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(words) == 2
     error = capsys.readouterr().err
@@ -110,6 +113,17 @@ def test_bad_input_is_refused_before_the_model_is_loaded(
     assert "inside the source" in refused(["score", str(parent), str(parent / "s"), "--data", str(data)], capsys)
     assert "unknown dtype 'float23'" in refused(["score", str(parent), out, "--data", str(data), "--dtype", "float23"], capsys)
     assert "device 'cudda'" in refused(["score", str(parent), out, "--data", str(data), "--device", "cudda"], capsys)
+    for words, message in (
+        (["--seq-len", "257"], "longer than the model's 256 positions"),
+        (["--method", "experts=reep"], "did you mean 'reap'"),
+        (["--kept", "mamba_head_dim=5"], "nearest legal: 4 and 8"),
+        (["--width", "experts=1"], "top-2"),
+        (["--packing", "side"], "'side' is not one of 'cross', 'apart'"),
+    ):
+        assert message in refused(["score", str(parent), out, "--data", str(data), *words], capsys)
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1 no")
+    assert "broken.parquet cannot be read" in refused(["score", str(parent), out, "--data", str(broken)], capsys)
     Path(out).mkdir()
     (Path(out) / "mine").touch()
     assert "not empty" in refused(["score", str(parent), out, "--data", str(data)], capsys)
@@ -134,6 +148,24 @@ def test_tokenizer_of_another_model_is_refused(parent: Path, tmp_path: Path, cap
     data.write_text("abc <extra35> def")
     assert "vocabulary of 128" in refused(["score", str(parent), str(tmp_path / "s"), "--data", str(data)], capsys)
     assert not (tmp_path / "s").exists()
+
+
+def test_nan_in_activations_names_the_layer(
+    parent: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(parent / "model.safetensors")
+    tensors["backbone.layers.2.mixer.v_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, parent / "model.safetensors", metadata={"format": "pt"})
+    words = ["score", str(parent), str(tmp_path / "scores"), "--data", str(data), "--samples", "2", "--seq-len", "16"]
+    assert "activations of model.layers.2.mixer.o_proj hold NaN" in refused(words, capsys)
+    assert not (tmp_path / "scores").exists()
+
+
+@pytest.mark.parametrize(
+    ("positions", "wanted", "length"), [(256, None, 256), (9000, None, 8192), (None, None, 8192), (None, 9, 9)]
+)
+def test_rows_are_as_long_as_the_model_allows(positions: int | None, wanted: int | None, length: int) -> None:
+    assert row_length({} if positions is None else {"max_position_embeddings": positions}, wanted) == length
 
 
 def test_interrupt_leaves_nothing(
