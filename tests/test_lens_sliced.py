@@ -10,6 +10,7 @@ from transformers.integrations.moe import ExpertsInterface
 from star_elastic.elastic import ElasticModel
 from star_elastic.submodel import Submodel
 
+
 def elastic_and_child(model_name: str, cut_name: str):
     """An elastic parent with the cut as ``small``, and the hand-cut child."""
     parent = parent_of(model_name)
