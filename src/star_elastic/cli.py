@@ -116,6 +116,15 @@ def score(
         list[str] | None,
         typer.Option(metavar="AXIS=N", help="Show also what this width keeps (N, or P%); may be repeated."),
     ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure also what one-shot cuts of each axis cost in held-out loss.")
+    ] = False,
+    probe_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Held-out tokens for --probe, which this implies; 8192.")
+    ] = None,
+    probe_data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Data for --probe, not --data's rows that were not scored on.")
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the order of the data.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run from OUT.run.")] = False,
     save_every: Annotated[int, typer.Option(metavar="N", min=1, help="Batches between two saves to OUT.run.")] = 64,
@@ -127,9 +136,10 @@ def score(
     \b
     Examples:
       star-elastic score ./parent ./scores --data calibration.jsonl --samples 256 --seq-len 2048
+      star-elastic score ./parent ./scores --data calibration.jsonl --samples 256 --probe
       star-elastic score ./parent ./scores --data calibration.jsonl --method depth=cosine --method experts=frequency
     """
-    from star_elastic.score import score_parent
+    from star_elastic.score import ProbeOptions, score_parent
     from star_elastic.score.methods import parse_kept, parse_methods
 
     score_parent(
@@ -145,6 +155,7 @@ def score(
         per_expert=per_expert,
         depth_samples=depth_samples,
         widths=width or (),
+        probe=ProbeOptions(probe_tokens or 8192, probe_data) if probe or probe_tokens or probe_data else None,
         seed=seed,
         resume=resume,
         save_every=save_every,

@@ -4,7 +4,7 @@
 ``experts`` lets it listen inside fused experts; ``sums`` is what they gather, ``collect`` makes scores of it, and ``weights``
 those that need no data. ``stack`` controls which layers run, and ``depth`` ranks them so. ``measure`` scores a model in memory,
 ``run`` goes from a model folder to a folder of scores, ``state`` lets it go on after an interruption, ``curve`` and ``report``
-say what a cut would keep.
+say what a cut would keep, ``probe`` and ``probe_report`` what it costs.
 
 Example:
     >>> score_parent("parent", "scores", "calibration.jsonl", samples=64, seq_len=512).kept["hidden"]
@@ -13,7 +13,8 @@ Example:
 
 from star_elastic.score.measure import Scores, score_model
 from star_elastic.score.methods import ScoreOptions
+from star_elastic.score.probe import ProbeOptions
 from star_elastic.score.report import ScoreReport
 from star_elastic.score.run import score_parent
 
-__all__ = ["ScoreOptions", "ScoreReport", "Scores", "score_model", "score_parent"]
+__all__ = ["ProbeOptions", "ScoreOptions", "ScoreReport", "Scores", "score_model", "score_parent"]

@@ -13,6 +13,7 @@ from rich.table import Table
 from star_elastic.layout import Layout
 from star_elastic.score.curve import axis_of
 from star_elastic.score.methods import IDLE_RULE
+from star_elastic.score.probe import ProbeReport
 from star_elastic.units import format_count
 
 
@@ -29,6 +30,7 @@ class ScoreReport:
         depth_order: layers from most to least important; None where depth was not ranked.
         depth_errors: by number of layers kept, the normalised squared change of the logits; only from iterative removal.
         facts: everything else that ``scores.json`` records.
+        probe: held-out loss of one-shot cuts, where it was asked for; it goes to ``probe.json``.
     """
 
     out: Path
@@ -39,6 +41,7 @@ class ScoreReport:
     depth_order: tuple[int, ...] | None
     depth_errors: dict[int, float]
     facts: dict[str, Any]
+    probe: ProbeReport | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The content of ``scores.json``."""

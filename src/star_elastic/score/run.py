@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from star_elastic.rewrite import locate
 from star_elastic.score.curve import kept_shares
 from star_elastic.score.measure import Scores, score_model
 from star_elastic.score.methods import ScoreOptions, methods_for, parse_curve_widths
+from star_elastic.score.probe import ProbeOptions, probe_rows, probe_scores
+from star_elastic.score.probe_report import print_probe, write_probe
 from star_elastic.score.report import ScoreReport, print_report
 from star_elastic.score.state import RunState
 from star_elastic.submodel import open_elastic
@@ -44,6 +47,7 @@ def score_parent(
     per_expert: bool = False,
     depth_samples: int = 16,
     widths: Sequence[str] = (),
+    probe: ProbeOptions | None = None,
     seed: int = 0,
     resume: bool = False,
     save_every: int = 64,
@@ -69,6 +73,8 @@ def score_parent(
         per_expert: give every routed expert an order of its channels for itself, beside the layer's.
         depth_samples: rows that iterative removal of layers reads.
         widths: ``AXIS=N`` or ``AXIS=P%``: further widths at which to show what a cut keeps.
+        probe: measure held-out loss of one-shot cuts as well; those widths and ``widths`` are cut. Adds ``probe.json``, and
+            ``probe.png`` where matplotlib is installed.
         seed: of the order of documents, and of random methods.
         resume: go on from ``OUT.run`` where it exists; scores are then those of an uninterrupted run, bit for bit.
         save_every: batches between two saves.
@@ -104,6 +110,13 @@ def score_parent(
     )
     for batch in calibration.batches:
         check_tokens(batch["input_ids"], layout)
+    held_out = None
+    if probe is not None:
+        probe = replace(probe, data=data, skip=calibration.samples) if probe.data is None else probe
+        probe = replace(probe, widths={**shown, **probe.widths})
+        probe.check(layout)
+        rows = {"seq_len": length, "batch_size": batch_size, "packing": packing, "seed": seed}
+        held_out = probe_rows(probe, load_tokenizer(parent), layout, **rows)
     identity = {
         "parent_fingerprint": layout.fingerprint,
         "weights_sha256": weights_sha256(checkpoint),
@@ -130,10 +143,14 @@ def score_parent(
         "keys": sorted(scores.tensors),
     }
     report = make_report(out, scores, layout, shown, facts)
+    if held_out is not None:
+        report = replace(report, probe=probe_scores(model, layout, scores, held_out, probe, progress=progress))
     write_scores(out, parent, scores, report)
     state.remove()
     if progress:
         print_report(report, layout, Console())
+        if report.probe is not None:
+            print_probe(report.probe, Console())
     return report
 
 
@@ -173,10 +190,12 @@ def make_report(
 
 
 def write_scores(out: Path | str, parent: Path | str, scores: Scores, report: ScoreReport) -> None:
-    """Write both files into a new folder, which appears whole or not at all."""
+    """Write all files into a new folder, which appears whole or not at all."""
     tensors = {key: tensor.contiguous() for key, tensor in scores.tensors.items()}
     if scores.depth_order is not None:
         tensors[DEPTH_ORDER] = torch.tensor(scores.depth_order, dtype=torch.int32)
     with target_folder(out, parent) as folder:
         save_file(tensors, folder / SCORES_FILE)
         (folder / SCORES_FACTS).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+        if report.probe is not None:
+            write_probe(folder, report.probe)
