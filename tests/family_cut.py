@@ -151,9 +151,9 @@ CASES: dict[str, Case] = {
             "tie_word_embeddings": True,
             "use_sliding_window": True,
             "sliding_window": 6,
-            "max_window_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
         },
-        {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "qwen3_moe": Case("qwen3_moe", {}, {"mlp_only_layers": [1]}),
     "qwen3_moe steps": Case(  # experts in layers 1 and 3

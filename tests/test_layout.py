@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +27,11 @@ from transformers import (
 
 from star_elastic.axes import Axis
 from star_elastic.errors import CheckpointError
-from star_elastic.families import layout_of
+from star_elastic.families import family_of, layout_of
 from star_elastic.families.nemotron_h import DEFAULTS
 from star_elastic.layout import parse_dims, runs
-from star_elastic.submodel import read_json
+from star_elastic.slice import slice_checkpoint
+from star_elastic.submodel import Submodel, read_json
 
 VARIANTS = [
     {"pattern": "ME*ME"},
@@ -244,8 +247,6 @@ def test_runs_compress_to_contiguous_stretches() -> None:
 
 
 def test_a_childs_config_loads_in_transformers_with_the_cut_shapes() -> None:
-    from star_elastic.families import family_of
-
     parent = tiny_config("ME*-E")
     widths = {
         "hidden": 32,
@@ -270,3 +271,44 @@ def test_a_childs_config_loads_in_transformers_with_the_cut_shapes() -> None:
     cut = layout_of(parent.to_dict())
     table = {unit.name(row): row.cut_shape(widths) for unit, row in cut.tensors([0, 1, 2, 3])}
     assert table == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def child_folder(parent: Path, widths: dict[str, int], layers: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """config.json of a slice, after transformers has loaded the folder with every key in place."""
+    slice_checkpoint(parent, parent.with_name("out"), Submodel(widths=widths, layers=layers))
+    _, info = AutoModelForCausalLM.from_pretrained(parent.with_name("out"), output_loading_info=True)
+    assert not any(info.values()), info
+    return read_json(parent.with_name("out") / "config.json")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "granitemoehybrid"])
+def test_head_dim_is_written_where_the_parents_config_lets_one_guess(family: str, tmp_path: Path) -> None:
+    """Case 19: a head is 64 / 8 = 8 channels in the parent, and not 32 / 8 = 4 in the child."""
+    FAMILIES[family](head_dim=8).save_pretrained(tmp_path / "parent")
+    config = read_json(tmp_path / "parent" / "config.json")
+    config.pop("head_dim")
+    (tmp_path / "parent" / "config.json").write_text(json.dumps(config))
+    assert child_folder(tmp_path / "parent", {"hidden": 32})["head_dim"] == 8
+
+
+def test_published_qwen3_moe_configs_name_experts_otherwise(tmp_path: Path) -> None:
+    tiny_qwen3_moe().save_pretrained(tmp_path / "parent")
+    config = read_json(tmp_path / "parent" / "config.json")
+    config["num_experts"] = config.pop("num_local_experts")
+    (tmp_path / "parent" / "config.json").write_text(json.dumps(config))
+    written = child_folder(tmp_path / "parent", {"experts": 5})
+    assert written["num_experts"] == written["num_local_experts"] == 5
+
+
+def test_window_layers_by_number_become_a_list() -> None:
+    """Which layers see a window follows from their number in the parent, so a depth cut must spell it out."""
+    config = Qwen3Config(num_hidden_layers=6, use_sliding_window=True, max_window_layers=3)
+    given = {"num_hidden_layers": 6, "use_sliding_window": True, "max_window_layers": 3}
+    kept = [0, 2, 4, 5]
+    for fields in (given, config.to_dict()):
+        assert family_of(config.to_dict()).config_edits(fields, {}, kept)["layer_types"] == [
+            config.layer_types[number] for number in kept
+        ]
+    assert family_of(config.to_dict()).config_edits({**given, "use_sliding_window": False}, {}, kept)["layer_types"] == [
+        "full_attention"
+    ] * 4
