@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from star_elastic.layout import Layout, Segment, Tap, Unit
 from star_elastic.score.experts import ExpertSums, FusedExperts
 from star_elastic.score.methods import ScoreOptions
 from star_elastic.score.sums import ChannelSums, CosineSums, Sums
+
+S = TypeVar("S", bound=Sums)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Recorder:
         channels: by ``Spot.key``; or by module for all routed experts of a layer together, and by module and number for each.
         experts: by layer.
         cosines: by layer.
-        gathered: all of them, in the order in which a token passes their places.
+        gathered: all of them.
     """
 
     layout: Layout
@@ -68,6 +70,7 @@ class Recorder:
     cosines: dict[int, CosineSums] = field(default_factory=dict)
     gathered: dict[str, Sums] = field(default_factory=dict)
     _mask: Tensor | None = None
+    _heard: dict[int, Sums] = field(default_factory=dict)  # of the batch in progress, in the order of hearing
 
     def __post_init__(self) -> None:
         for unit in self.layout.units:
@@ -113,14 +116,15 @@ class Recorder:
             CheckpointError: NaN or infinite activations; names the first module that had them.
         """
         self._mask = mask.bool()
+        self._heard = {}
         try:
             yield
-            gathered = list(self.gathered.values())
-            for sums in gathered:
+            heard = list(self._heard.values())
+            for sums in heard:
                 sums.finish_batch()
-            fine = torch.stack([sums.finite().to(mask.device) for sums in gathered]).tolist() if gathered else []
+            fine = torch.stack([sums.finite().to(mask.device) for sums in heard]).tolist() if heard else []
             if not all(fine):
-                place = gathered[fine.index(False)].place
+                place = heard[fine.index(False)].place
                 raise CheckpointError(f"activations of {place} hold NaN or infinity, so nothing can be ranked")
         finally:
             self._mask = None
@@ -130,6 +134,11 @@ class Recorder:
         """Real tokens of the batch in progress, (B, T)."""
         assert self._mask is not None, "a forward pass outside Recorder.batch"
         return self._mask
+
+    def _open(self, sums: S) -> S:
+        """The same sums, noted as heard in this batch."""
+        self._heard.setdefault(id(sums), sums)
+        return sums
 
     def state(self) -> dict[str, Tensor]:
         """Everything gathered so far, by place and name."""
@@ -167,7 +176,7 @@ class Recorder:
             activation = (inputs[0] if output is None else output).detach()  # (B, T, C)
             part = activation.narrow(-1, spot.start, spot.segment.size)
             silenced = part.abs().masked_fill(~self.mask.unsqueeze(-1), 0)
-            sums.add(silenced.sum(1, dtype=torch.float64), self.mask.sum(1))
+            self._open(sums).add(silenced.sum(1, dtype=torch.float64), self.mask.sum(1))
 
         return Listener(before=hear) if spot.side == "input" else Listener(after=hear)
 
@@ -177,15 +186,15 @@ class Recorder:
         def hear(expert: int, token: Tensor, gate: Tensor, inner: Tensor, answer: Tensor) -> None:
             batch, length = self.mask.shape
             real, sample = self.mask.reshape(-1)[token], token // length  # (S,)
-            served.add(expert, real, gate, answer)
+            self._open(served).add(expert, real, gate, answer)
             if shared is None:
                 return
             silenced = inner.abs().masked_fill(~real[:, None], 0)
             per_sample = inner.new_zeros(batch, inner.shape[1], dtype=torch.float64).index_add_(0, sample, silenced.double())
             counts = torch.zeros(batch, dtype=torch.int64, device=token.device).index_add_(0, sample, real.long())
-            shared.add(per_sample, counts)
+            self._open(shared).add(per_sample, counts)
             if self.options.per_expert:
-                self.channels[f"{path}.{expert}"].add(per_sample, counts)
+                self._open(self.channels[f"{path}.{expert}"]).add(per_sample, counts)
 
         def run(hidden: Tensor, choice: Tensor, gates: Tensor) -> Tensor:
             return experts.run(hidden, choice, gates, hear)
@@ -195,7 +204,7 @@ class Recorder:
     def _cosine_listener(self, sums: CosineSums) -> Listener:
         def hear(_module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any], output: Any) -> None:
             before = inputs[0] if inputs else named["hidden_states"]
-            sums.add(before, output[0] if isinstance(output, tuple) else output, self.mask)
+            self._open(sums).add(before, output[0] if isinstance(output, tuple) else output, self.mask)
 
         return Listener(after=hear)
 

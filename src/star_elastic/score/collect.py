@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from star_elastic.layout import Layout, Tap, Unit
 from star_elastic.orders import axis_key, best_first, member_key
 from star_elastic.score.activations import Recorder, Spot, expert_channel_axes, spot_of
-from star_elastic.score.weights import random_scores, router_norms, weight_norms
+from star_elastic.score.methods import ScoreOptions
+from star_elastic.score.weights import WeightSums, random_scores
 
 
-def collect(recorder: Recorder, model: nn.Module) -> dict[str, Tensor]:
+def collect(recorder: Recorder, weights: WeightSums) -> dict[str, Tensor]:
     """Scores of every width axis, fp32.
 
     Keys are ``hidden``, ``layers.{i}.{axis}`` and, for experts' own orders, ``layers.{i}.experts.{e}.{axis}``. An axis with one
@@ -21,7 +22,7 @@ def collect(recorder: Recorder, model: nn.Module) -> dict[str, Tensor]:
 
     Args:
         recorder: after the last batch.
-        model: for the scores that come from weights.
+        weights: of every unit, for the axes of ``weight_axes``.
 
     Raises:
         DataError: a tap saw no token.
@@ -29,9 +30,9 @@ def collect(recorder: Recorder, model: nn.Module) -> dict[str, Tensor]:
     layout, options = recorder.layout, recorder.options
     chosen = {axis: options.method(axis) for axis in layout.width_axes}
     scores = {
-        **weight_norms(model, layout, {axis for axis, method in chosen.items() if method == "weight_norm"}),
+        **weights.norms(),
         **random_scores(layout, {axis for axis, method in chosen.items() if method == "random"}, options.seed),
-        **_experts(recorder, model),
+        **_experts(recorder, weights),
     }
     for unit, tap in _heard(layout):
         if chosen[tap.axis] == "activation" and tap.axis not in ("experts", "depth"):
@@ -81,14 +82,19 @@ def member_norms(channels: Tensor, spot: Spot, axis: str, kept: dict[str, list[i
     return grid.movedim(own, 0).flatten(1).square().sum(1).sqrt() if grid.ndim > 1 else grid
 
 
-def _experts(recorder: Recorder, model: nn.Module) -> dict[str, Tensor]:
+def weight_axes(options: ScoreOptions, layout: Layout) -> set[str]:
+    """Axes that are ranked by the norm of their weights."""
+    return {axis for axis in layout.width_axes if options.method(axis) == "weight_norm"}
+
+
+def _experts(recorder: Recorder, weights: WeightSums) -> dict[str, Tensor]:
     """Scores of routed experts, by layer."""
     scores: dict[str, Tensor] = {}
     for unit in recorder.layout.units:
         if unit.router is None or unit.layer is None:
             continue
         axis = recorder.layout.axes[unit.router.axis]
-        method, norms = recorder.options.method(axis.name), router_norms(model, unit)
+        method, norms = recorder.options.method(axis.name), weights.routers[unit.layer]
         if method == "router_weight":
             scores[axis_key(axis, unit.layer)] = norms
         elif method != "random":

@@ -16,10 +16,11 @@ from star_elastic.errors import DataError
 from star_elastic.layout import Layout
 from star_elastic.progress import progress_bar
 from star_elastic.score.activations import Recorder
-from star_elastic.score.collect import collect
+from star_elastic.score.collect import collect, weight_axes
 from star_elastic.score.depth import Removal, depth_order, first_samples, passes, remove_layers
 from star_elastic.score.methods import ScoreOptions
 from star_elastic.score.state import RunState
+from star_elastic.score.weights import WeightSums
 
 Batch = Mapping[str, Tensor]
 
@@ -84,7 +85,10 @@ def score_model(
         removal = None
         if options.method("depth") == "removal":
             removal = _remove(model, recorder, listed, saved, state, progress)
-        return summarise(recorder, model, listed, removal)
+        weights = WeightSums()
+        for unit in layout.units:
+            weights.add(model, layout, unit, weight_axes(options, layout))
+        return summarise(recorder, weights, listed, removal)
 
 
 def count_tokens(batches: Sequence[Batch], layout: Layout) -> tuple[int, int]:
@@ -125,11 +129,11 @@ def listen(
             advance(ids.numel())
 
 
-def summarise(recorder: Recorder, model: Any, batches: Sequence[Batch], removal: Removal | None) -> Scores:
+def summarise(recorder: Recorder, weights: WeightSums, batches: Sequence[Batch], removal: Removal | None) -> Scores:
     """Scores of everything that was gathered."""
     layout = recorder.layout
     samples, tokens = count_tokens(batches, layout)
-    tensors = collect(recorder, model)
+    tensors = collect(recorder, weights)
     by_layer: dict[int, float] = {}
     errors: dict[int, float] = {}
     order: Sequence[int] | None = None

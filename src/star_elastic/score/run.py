@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,16 @@ from star_elastic.loading import check_tokens, choose_device, choose_dtype, load
 from star_elastic.orders import DEPTH_ORDER, SCORES_FACTS, SCORES_FILE
 from star_elastic.rewrite import locate
 from star_elastic.score.curve import kept_shares
+from star_elastic.score.layerwise import Waiting, layerwise_options, score_layerwise
 from star_elastic.score.measure import Scores, score_model
 from star_elastic.score.methods import ScoreOptions, methods_for, parse_curve_widths
-from star_elastic.score.probe import ProbeOptions, probe_rows, probe_scores
+from star_elastic.score.probe import ProbeOptions, ProbeReport, probe_rows, probe_scores
 from star_elastic.score.probe_report import print_probe, write_probe
 from star_elastic.score.report import ScoreReport, print_report
 from star_elastic.score.state import RunState
 from star_elastic.submodel import open_elastic
+from star_elastic.train.data import Calibration, calibration_batches
+from star_elastic.train.documents import load_tokenizer
 from star_elastic.train.packing import Packing
 from star_elastic.version import VERSION
 
@@ -48,6 +51,7 @@ def score_parent(
     depth_samples: int = 16,
     widths: Sequence[str] = (),
     probe: ProbeOptions | None = None,
+    layerwise: Waiting | None = None,
     seed: int = 0,
     resume: bool = False,
     save_every: int = 64,
@@ -75,6 +79,8 @@ def score_parent(
         widths: ``AXIS=N`` or ``AXIS=P%``: further widths at which to show what a cut keeps.
         probe: measure held-out loss of one-shot cuts as well; those widths and ``widths`` are cut. Adds ``probe.json``, and
             ``probe.png`` where matplotlib is installed.
+        layerwise: read the model layer by layer, for one that does not fit into memory; hidden states wait in ``memory`` or on
+            ``disk``. Layers are then ranked by cosine. It saves, on disk, after each layer, and not at all in memory.
         seed: of the order of documents, and of random methods.
         resume: go on from ``OUT.run`` where it exists; scores are then those of an uninterrupted run, bit for bit.
         save_every: batches between two saves.
@@ -93,11 +99,10 @@ def score_parent(
         >>> report.kept["hidden"]
         {56: 0.93, 48: 0.81, 32: 0.59, 16: 0.34}
     """
-    from star_elastic.train.data import calibration_batches
-    from star_elastic.train.documents import load_tokenizer
-
     config, layout, _ = open_elastic(parent)
     options = ScoreOptions(methods or {}, kept or {}, per_expert, depth_samples, seed)
+    if layerwise:
+        options = layerwise_options(options, probe=probe is not None)
     options.check(layout)
     shown = parse_curve_widths(widths, layout)
     length = row_length(config, seq_len)
@@ -105,9 +110,9 @@ def score_parent(
     locate(layout, checkpoint)
     check_target(out, parent)
     where, kind = choose_device(device), choose_dtype(dtype)
-    calibration = calibration_batches(
-        data, load_tokenizer(parent), samples=samples, seq_len=length, batch_size=batch_size, packing=packing, seed=seed
-    )
+    rows: dict[str, Any] = {"seq_len": length, "batch_size": batch_size, "packing": packing, "seed": seed}
+    tokenizer = load_tokenizer(parent)
+    calibration = calibration_batches(data, tokenizer, samples=samples, **rows)
     for batch in calibration.batches:
         check_tokens(batch["input_ids"], layout)
     held_out = None
@@ -115,8 +120,7 @@ def score_parent(
         probe = replace(probe, data=data, skip=calibration.samples) if probe.data is None else probe
         probe = replace(probe, widths={**shown, **probe.widths})
         probe.check(layout)
-        rows = {"seq_len": length, "batch_size": batch_size, "packing": packing, "seed": seed}
-        held_out = probe_rows(probe, load_tokenizer(parent), layout, **rows)
+        held_out = probe_rows(probe, tokenizer, layout, **rows)
     identity = {
         "parent_fingerprint": layout.fingerprint,
         "weights_sha256": weights_sha256(checkpoint),
@@ -124,27 +128,16 @@ def score_parent(
         "batch_size": batch_size,
         "device": str(where),
         "dtype": str(kind).removeprefix("torch."),
+        "layerwise": layerwise,
         **options.as_json(layout),
     }
     state = RunState(out, identity, save_every)
     state.check(resume=resume)
-    model = load_model(parent, device=where, dtype=kind)
-    scores = score_model(model, layout, calibration.batches, options, state=state, progress=progress)
-    facts = {
-        "format_version": FACTS_VERSION,
-        "star_elastic": VERSION,
-        "parent": str(parent),
-        "data": str(data),
-        "seq_len": length,
-        "packing": packing,
-        **identity,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "meaning": meanings(options, layout),
-        "keys": sorted(scores.tensors),
-    }
-    report = make_report(out, scores, layout, shown, facts)
-    if held_out is not None:
-        report = replace(report, probe=probe_scores(model, layout, scores, held_out, probe, progress=progress))
+    job = Job(checkpoint, layout, options, calibration, where, kind, layerwise, state, probe, held_out)
+    scores, used, probed = job.measure(progress)
+    about = {"parent": str(parent), "data": str(data), "seq_len": length, "packing": packing, **identity}
+    about |= {"dtype": str(used).removeprefix("torch."), "meaning": meanings(options, layout)}
+    report = make_report(out, scores, layout, shown, about, probed)
     write_scores(out, parent, scores, report)
     state.remove()
     if progress:
@@ -152,6 +145,39 @@ def score_parent(
         if report.probe is not None:
             print_probe(report.probe, Console())
     return report
+
+
+@dataclass(frozen=True)
+class Job:
+    """What there is to measure, checked before any weight is loaded."""
+
+    checkpoint: Checkpoint
+    layout: Layout
+    options: ScoreOptions
+    calibration: Calibration
+    device: torch.device
+    dtype: torch.dtype | str
+    layerwise: Waiting | None
+    state: RunState
+    probe: ProbeOptions | None
+    held_out: Calibration | None
+
+    def measure(self, progress: bool) -> tuple[Scores, torch.dtype, ProbeReport | None]:
+        """Load, score and probe; with the dtype of the weights."""
+        batches = self.calibration.batches
+        where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+        shared: dict[str, Any] = {"state": self.state, "progress": progress}
+        if self.layerwise:
+            waiting = self.layerwise
+            scores, used = score_layerwise(
+                self.checkpoint, self.layout, batches, self.options, waiting=waiting, **where, **shared
+            )
+            return scores, used, None
+        model = load_model(self.checkpoint.folder, **where)
+        scores = score_model(model, self.layout, batches, self.options, **shared)
+        if self.probe is None or self.held_out is None:
+            return scores, model.dtype, None
+        return scores, model.dtype, probe_scores(model, self.layout, scores, self.held_out, self.probe, progress=progress)
 
 
 def row_length(config: Mapping[str, Any], wanted: int | None) -> int:
@@ -174,7 +200,12 @@ def meanings(options: ScoreOptions, layout: Layout) -> dict[str, str]:
 
 
 def make_report(
-    out: Path | str, scores: Scores, layout: Layout, widths: Mapping[str, Sequence[int]], facts: dict[str, Any]
+    out: Path | str,
+    scores: Scores,
+    layout: Layout,
+    widths: Mapping[str, Sequence[int]],
+    about: Mapping[str, Any],
+    probed: ProbeReport | None = None,
 ) -> ScoreReport:
     """What is told of scores."""
     return ScoreReport(
@@ -185,7 +216,8 @@ def make_report(
         idle_experts=scores.idle_experts,
         depth_order=scores.depth_order,
         depth_errors=dict(scores.depth_errors or {}),
-        facts=facts,
+        facts={"format_version": FACTS_VERSION, "star_elastic": VERSION, **about, "keys": sorted(scores.tensors)},
+        probe=probed,
     )
 
 

@@ -22,10 +22,11 @@ class Stack:
 
     Attributes:
         removed: layers that pass their input on.
-        start: the first layer that runs; those before it are passed over, and it reads ``hidden`` where that is given.
+        start: the first layer that runs; those before it are passed over.
         stop: the first layer that does not run any more, with all after it.
-        hidden: (B, T, D) what layer ``start`` reads.
+        hidden: (B, T, D) what layer ``start`` reads instead of what the embedding gives; without effect where ``start`` is 0.
         inputs: filled with what each layer reads, where this is a dict.
+        output: what the last layer that ran gave.
     """
 
     removed: frozenset[int] = frozenset()
@@ -33,6 +34,7 @@ class Stack:
     stop: int | None = None
     hidden: Tensor | None = None
     inputs: dict[int, Tensor] | None = None
+    output: Tensor | None = None
 
     @contextmanager
     def controlling(self, model: nn.Module, layout: Layout) -> Iterator[Stack]:
@@ -51,11 +53,14 @@ class Stack:
 
         def forward(*inputs: Any, **named: Any) -> Any:
             hidden, rest = (inputs[0], inputs[1:]) if inputs else (named.pop("hidden_states"), ())
-            if number == self.start and self.hidden is not None:
-                hidden = self.hidden
             if self.inputs is not None:
                 self.inputs[number] = hidden
-            idle = number < self.start or (self.stop is not None and number >= self.stop) or number in self.removed
-            return hidden if idle else own(layer, hidden, *rest, **named)
+            if number < self.start:
+                # Handed over here and not inside the next layer, so that hooks on it see what it reads.
+                return self.hidden if number == self.start - 1 and self.hidden is not None else hidden
+            if number in self.removed or (self.stop is not None and number >= self.stop):
+                return hidden
+            self.output = own(layer, hidden, *rest, **named)
+            return self.output
 
         return forward

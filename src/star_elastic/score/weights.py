@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +13,42 @@ from star_elastic.layout import Dim, Layout, Unit
 from star_elastic.orders import axis_key, axis_keys
 
 
-def weight_norms(model: nn.Module, layout: Layout, axes: set[str]) -> dict[str, Tensor]:
-    """For each member, the root of the sum of squares of all matrix entries that leave with it, fp64, by key.
+@dataclass
+class WeightSums:
+    """What scores take from weights, gathered unit by unit.
 
-    Vectors (norms, biases) and buffers do not count; a tied matrix counts once.
+    Attributes:
+        squares: by key, for each member the sum of squares of all matrix entries that leave with it, fp64.
+        routers: by layer, the L2 norm of each expert's row of the router, fp64 (E,).
     """
-    squares: dict[str, Tensor] = {}
-    for unit, row in layout.tensors():
-        if row.buffer or row.alias or len(row.dims) < 2:
-            continue
-        for number, dim in enumerate(row.dims):
-            for axis in sorted(dim.axes & axes):
-                others = [d for d in range(len(row.dims)) if d != number]
-                weight = model.get_parameter(unit.name(row)).detach()
-                lines = torch.linalg.vector_norm(weight, dim=others, dtype=torch.float32).double().square().cpu()
-                key = axis_key(layout.axes[axis], unit.layer)
-                total = squares.setdefault(key, torch.zeros(layout.axes[axis].size, dtype=torch.float64))
-                owner = owners(dim, axis)
-                total.index_add_(0, owner[owner >= 0], lines[owner >= 0])
-    return {key: total.sqrt() for key, total in squares.items()}
+
+    squares: dict[str, Tensor] = field(default_factory=dict)
+    routers: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, model: nn.Module, layout: Layout, unit: Unit, axes: set[str]) -> None:
+        """Add the matrices of a unit, for some axes. Vectors and buffers do not count; a tied matrix counts once."""
+        for row in unit.rows:
+            if row.buffer or row.alias or len(row.dims) < 2 or row.axes.isdisjoint(axes):
+                continue
+            weight = model.get_parameter(unit.name(row)).detach()
+            for number, dim in enumerate(row.dims):
+                for axis in sorted(dim.axes & axes):
+                    key = axis_key(layout.axes[axis], unit.layer)
+                    total = self.squares.setdefault(key, torch.zeros(layout.axes[axis].size, dtype=torch.float64))
+                    owner = owners(dim, axis)
+                    total.index_add_(0, owner[owner >= 0], line_squares(weight, number)[owner >= 0])
+        if unit.router is not None and unit.layer is not None:
+            self.routers[unit.layer] = router_norms(model, unit)
+
+    def norms(self) -> dict[str, Tensor]:
+        """Roots of the squares, by key."""
+        return {key: total.sqrt() for key, total in self.squares.items()}
+
+
+def line_squares(weight: Tensor, dim: int) -> Tensor:
+    """Sum of squares over all dimensions but one, fp64."""
+    others = [other for other in range(weight.ndim) if other != dim]
+    return torch.linalg.vector_norm(weight, dim=others, dtype=torch.float32).double().square().cpu()
 
 
 def owners(dim: Dim, axis: str) -> Tensor:
