@@ -174,7 +174,7 @@ def test_interrupt_leaves_nothing(
     def interrupted(*_: Any) -> Iterator[Any]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("star_elastic.score.run.save_file", interrupted)
+    monkeypatch.setattr("star_elastic.score.files.save_file", interrupted)
     words = ["score", str(parent), str(tmp_path / "scores"), "--data", str(data), "--samples", "2", "--seq-len", "16"]
     assert main(words) == 2
     assert "error: interrupted" in capsys.readouterr().err

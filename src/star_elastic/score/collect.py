@@ -9,8 +9,9 @@ from torch import Tensor
 
 from star_elastic.layout import Layout, Tap, Unit
 from star_elastic.orders import axis_key, best_first, member_key
-from star_elastic.score.activations import Recorder, Spot, expert_channel_axes, spot_of
+from star_elastic.score.activations import Recorder
 from star_elastic.score.methods import ScoreOptions
+from star_elastic.score.spots import Spot, expert_channel_axes, spot_of
 from star_elastic.score.weights import WeightSums, random_scores
 
 

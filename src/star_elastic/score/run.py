@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,29 +9,25 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors.torch import save_file
 
-from star_elastic.checkpoint import Checkpoint, check_target, target_folder, weights_sha256
+from star_elastic.checkpoint import Checkpoint, check_target, weights_sha256
 from star_elastic.errors import DataError
 from star_elastic.layout import Layout
 from star_elastic.loading import check_tokens, choose_device, choose_dtype, load_model
-from star_elastic.orders import DEPTH_ORDER, SCORES_FACTS, SCORES_FILE
 from star_elastic.rewrite import locate
-from star_elastic.score.curve import kept_shares
+from star_elastic.score.files import make_report, meanings, write_scores
 from star_elastic.score.layerwise import Waiting, layerwise_options, score_layerwise
 from star_elastic.score.measure import Scores, score_model
-from star_elastic.score.methods import ScoreOptions, methods_for, parse_curve_widths
+from star_elastic.score.methods import ScoreOptions, parse_curve_widths
 from star_elastic.score.probe import ProbeOptions, ProbeReport, probe_rows, probe_scores
-from star_elastic.score.probe_report import print_probe, write_probe
+from star_elastic.score.probe_report import print_probe
 from star_elastic.score.report import ScoreReport, print_report
 from star_elastic.score.state import RunState
 from star_elastic.submodel import open_elastic
 from star_elastic.train.data import Calibration, calibration_batches
 from star_elastic.train.documents import load_tokenizer
 from star_elastic.train.packing import Packing
-from star_elastic.version import VERSION
 
-FACTS_VERSION = 2
 DEFAULT_LENGTH = 8192
 
 
@@ -117,19 +112,13 @@ def score_parent(
         check_tokens(batch["input_ids"], layout)
     held_out = None
     if probe is not None:
-        probe = replace(probe, data=data, skip=calibration.samples) if probe.data is None else probe
-        probe = replace(probe, widths={**shown, **probe.widths})
-        probe.check(layout)
-        held_out = probe_rows(probe, tokenizer, layout, **rows)
+        probe, held_out = prepare_probe(probe, data, shown, calibration, tokenizer, layout, rows)
     identity = {
-        "parent_fingerprint": layout.fingerprint,
-        "weights_sha256": weights_sha256(checkpoint),
-        "data_sha256": calibration.sha256,
+        **identify(checkpoint, layout, calibration, options),
         "batch_size": batch_size,
         "device": str(where),
         "dtype": str(kind).removeprefix("torch."),
         "layerwise": layerwise,
-        **options.as_json(layout),
     }
     state = RunState(out, identity, save_every)
     state.check(resume=resume)
@@ -180,6 +169,32 @@ class Job:
         return scores, model.dtype, probe_scores(model, self.layout, scores, self.held_out, self.probe, progress=progress)
 
 
+def prepare_probe(
+    probe: ProbeOptions,
+    data: Any,
+    widths: Mapping[str, Sequence[int]],
+    calibration: Calibration,
+    tokenizer: Any,
+    layout: Layout,
+    rows: Mapping[str, Any],
+) -> tuple[ProbeOptions, Calibration]:
+    """A probe with its data and widths filled in, and the rows it measures loss on. Raises as ``ProbeOptions.check``."""
+    probe = replace(probe, data=data, skip=calibration.samples) if probe.data is None else probe
+    probe = replace(probe, widths={**widths, **probe.widths})
+    probe.check(layout)
+    return probe, probe_rows(probe, tokenizer, layout, **rows)
+
+
+def identify(checkpoint: Checkpoint, layout: Layout, calibration: Calibration, options: ScoreOptions) -> dict[str, Any]:
+    """What of a run decides its numbers: model, data and methods."""
+    return {
+        "parent_fingerprint": layout.fingerprint,
+        "weights_sha256": weights_sha256(checkpoint),
+        "data_sha256": calibration.sha256,
+        **options.as_json(layout),
+    }
+
+
 def row_length(config: Mapping[str, Any], wanted: int | None) -> int:
     """Tokens per row: as wanted, or 8,192, or what the model allows.
 
@@ -192,42 +207,3 @@ def row_length(config: Mapping[str, Any], wanted: int | None) -> int:
     if wanted is not None and wanted > allowed:
         raise DataError(f"rows of {wanted} tokens are longer than the model's {allowed} positions: --seq-len {allowed} or less")
     return wanted or min(DEFAULT_LENGTH, allowed)
-
-
-def meanings(options: ScoreOptions, layout: Layout) -> dict[str, str]:
-    """By axis, in words, what its numbers are."""
-    return {axis: methods_for(axis)[options.method(axis)] for axis in layout.axes}
-
-
-def make_report(
-    out: Path | str,
-    scores: Scores,
-    layout: Layout,
-    widths: Mapping[str, Sequence[int]],
-    about: Mapping[str, Any],
-    probed: ProbeReport | None = None,
-) -> ScoreReport:
-    """What is told of scores."""
-    return ScoreReport(
-        out=Path(out),
-        tokens=scores.tokens,
-        samples=scores.samples,
-        kept=kept_shares({key: score for key, score in scores.tensors.items() if key != "depth"}, layout, widths),
-        idle_experts=scores.idle_experts,
-        depth_order=scores.depth_order,
-        depth_errors=dict(scores.depth_errors or {}),
-        facts={"format_version": FACTS_VERSION, "star_elastic": VERSION, **about, "keys": sorted(scores.tensors)},
-        probe=probed,
-    )
-
-
-def write_scores(out: Path | str, parent: Path | str, scores: Scores, report: ScoreReport) -> None:
-    """Write all files into a new folder, which appears whole or not at all."""
-    tensors = {key: tensor.contiguous() for key, tensor in scores.tensors.items()}
-    if scores.depth_order is not None:
-        tensors[DEPTH_ORDER] = torch.tensor(scores.depth_order, dtype=torch.int32)
-    with target_folder(out, parent) as folder:
-        save_file(tensors, folder / SCORES_FILE)
-        (folder / SCORES_FACTS).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
-        if report.probe is not None:
-            write_probe(folder, report.probe)
