@@ -8,12 +8,13 @@ the same fraction of the parent's. Heads, Mamba and experts stay whole, as in th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from star_elastic import cost
 from star_elastic.errors import WidthError
-from star_elastic.layout import Layout
+from star_elastic.layout import Layout, Widths
 from star_elastic.submodel import Submodel
 from star_elastic.units import format_bytes, format_count
 
@@ -41,12 +42,15 @@ class Budget:
 
     def cost(self, layout: Layout, submodel: Submodel) -> int:
         """What a nested model costs in this budget's kind."""
-        widths, layers = layout.complete(submodel.widths), submodel.layers
+        return int(self.price(layout, layout.complete(submodel.widths), submodel.layers))
+
+    def price(self, layout: Layout, widths: Widths, layers: Sequence[int] | None = None) -> Any:
+        """The same for widths that may be arrays, not rounded."""
         if self.kind == "params":
-            return int(cost.params(layout, widths, layers))
+            return cost.params(layout, widths, layers)
         if self.kind == "active_params":
-            return int(cost.active_params(layout, widths, layers))
-        return int(cost.memory_bytes(layout, widths, layers, dtype=self.dtype, context=self.context, batch=self.batch))
+            return cost.active_params(layout, widths, layers)
+        return cost.memory_bytes(layout, widths, layers, dtype=self.dtype, context=self.context, batch=self.batch)
 
     def text(self, value: float) -> str:
         """A cost of this kind, for people, with the exact number of parameters."""
