@@ -12,6 +12,7 @@ import torch
 from family_cut import CASES, FIELDS, HandIndex, every_cut, layers_with
 from hand_cut import batch, take
 from safetensors import safe_open
+from tiny import FAMILIES
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from star_elastic.elastic import ElasticModel
@@ -197,6 +198,21 @@ def test_masks_of_ones_leave_the_model_bit_for_bit(case: str) -> None:
         for field in ("logits", *(name.removeprefix("output_") for name in recorded(parent))):
             assert len(seen[field]) > 0
             assert_same(seen[field], wanted[field])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_views_equal_the_exported_folder_bit_for_bit(family: str, tmp_path: Path) -> None:
+    """Loaded as users load: transformers keeps rotary frequencies in fp32. Rows are multiples of 8 numbers."""
+    FAMILIES[family]().to(torch.bfloat16).save_pretrained(tmp_path / "parent")
+    elastic = ElasticModel.from_pretrained(tmp_path / "parent")
+    wanted = {"hidden": 48, "heads": 4, "ffn": 24, "experts": 5, "expert_ffn": 24, "shared_ffn": 24, "mamba_heads": 6}
+    widths = {axis: width for axis, width in wanted.items() if axis in elastic.layout.axes}
+    elastic.add("small", Submodel(widths=widths))
+    slice_checkpoint(tmp_path / "parent", tmp_path / "out", Submodel(widths=widths))
+    exported = loaded(tmp_path / "out")
+    assert exported.dtype == torch.bfloat16
+    assert torch.equal(elastic.submodel("small")(batch()).logits, exported(batch()).logits)
+    assert torch.equal(elastic(batch(), submodel="small").logits, exported(batch()).logits)
 
 
 @pytest.mark.parametrize("case", CASES)
