@@ -45,6 +45,7 @@ class Recorder:
     cosines: dict[int, CosineSums] = field(default_factory=dict)
     gathered: dict[str, Sums] = field(default_factory=dict)
     _mask: Tensor | None = None
+    _padded: bool = True
     _heard: dict[int, Sums] = field(default_factory=dict)  # of the batch in progress, in the order of hearing
 
     def __post_init__(self) -> None:
@@ -91,7 +92,7 @@ class Recorder:
             CheckpointError: NaN or infinite activations; names the first module that had them.
         """
         self._mask = mask.bool()
-        self._heard = {}
+        self._padded, self._heard = not bool(self._mask.all()), {}
         try:
             yield
             heard = list(self._heard.values())
@@ -109,6 +110,10 @@ class Recorder:
         """Real tokens of the batch in progress, (B, T)."""
         assert self._mask is not None, "a forward pass outside Recorder.batch"
         return self._mask
+
+    def _silence(self, activation: Tensor, real: Tensor) -> Tensor:
+        """Zero where a token (...) of the activation (..., C) is not real; a batch without padding is not copied."""
+        return activation.masked_fill(~real.unsqueeze(-1), 0) if self._padded else activation
 
     def _open(self, sums: S) -> S:
         """The same sums, noted as heard in this batch."""
@@ -150,7 +155,7 @@ class Recorder:
         def hear(_module: nn.Module, inputs: tuple[Tensor, ...], _named: dict[str, Any], output: Any = None) -> None:
             activation = (inputs[0] if output is None else output).detach()  # (B, T, C)
             part = activation.narrow(-1, spot.start, spot.segment.size)
-            silenced = part.abs().masked_fill(~self.mask.unsqueeze(-1), 0)
+            silenced = self._silence(part.abs(), self.mask)
             self._open(sums).add(silenced.sum(1, dtype=torch.float64), self.mask.sum(1))
 
         return Listener(before=hear) if spot.side == "input" else Listener(after=hear)
@@ -164,7 +169,7 @@ class Recorder:
             self._open(served).add(expert, real, gate, answer)
             if shared is None:
                 return
-            silenced = inner.abs().masked_fill(~real[:, None], 0)
+            silenced = self._silence(inner.abs(), real)
             per_sample = inner.new_zeros(batch, inner.shape[1], dtype=torch.float64).index_add_(0, sample, silenced.double())
             counts = torch.zeros(batch, dtype=torch.int64, device=token.device).index_add_(0, sample, real.long())
             self._open(shared).add(per_sample, counts)
