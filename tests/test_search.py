@@ -84,6 +84,7 @@ def test_the_printed_command_cuts_the_best(folders: Path, tmp_path: Path, capsys
     assert main(words) == 0
     out = capsys.readouterr().out
     assert f"to cut the best: {report['command']}\n" in out and "ladder: " in out
+    assert "budget: at most 40.000k parameters (40,000)" in out and "losses: 6 measured now, 0 from the cache" in out
     for candidate in report["candidates"]:
         assert f"{candidate['loss']:.4f}" in out and f"{candidate['cost'] / 1000:.3f}k" in out
     command = shlex.split(report["command"])

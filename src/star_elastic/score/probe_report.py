@@ -35,7 +35,7 @@ def print_probe(report: ProbeReport, console: Console) -> None:
     """Print one line per cut: what is left, and what it costs."""
     title = f"held-out loss of one-shot slices, {format_count(report.tokens)} tokens (nats per token)"
     table = Table(title=title)
-    table.add_column("axis")
+    table.add_column("axis", no_wrap=True)
     for heading in ("width", "of", "parameters", "active", "loss", "more than whole"):
         table.add_column(heading, justify="right")
     table.add_row("none", "", "", "", "", f"{report.full:.4f}", "")

@@ -120,10 +120,11 @@ def print_search(report: SearchReport, console: Console) -> None:
     """Print what was tried, the best, and how to cut it."""
     for note in report.notes:
         _line(console, f"note: {note}")
+    _line(console, f"budget: at most {report.budget.text(report.budget.limit)}")
     _line(console, f"ladder: {report.ladder}")
     console.print(_table(report))
-    total = len(report.candidates)
-    _line(console, f"{total} candidates, {report.measured} losses measured now, the rest known from before")
+    losses = len({candidate.submodel.model_dump_json() for candidate in (*report.candidates, report.whole)})
+    _line(console, f"losses: {report.measured} measured now, {losses - report.measured} from the cache")
     _line(console, f"to cut the best: {report.command}")
 
 
@@ -133,24 +134,25 @@ def _line(console: Console, text: str) -> None:
 
 def _table(report: SearchReport) -> Table:
     kind = {"params": "parameters", "active_params": "active parameters", "memory": "memory"}[report.budget.kind]
-    table = Table(
-        title=f"best by held-out loss, {format_count(report.tokens)} tokens (nats per token); at most "
-        f"{_cost(report, report.budget.limit)} {kind}"
-    )
-    for name in report.axes:
-        table.add_column(name, justify="right")
+    table = Table(title=f"best by held-out loss (nats per token), {format_count(report.tokens)} tokens")
     for heading in (kind, "loss", "more than whole"):
         table.add_column(heading, justify="right")
+    table.add_column("cut", overflow="fold")
     for candidate in (*report.candidates[:SHOWN], report.whole):
         if candidate is report.whole:
             table.add_section()
-        widths = {
-            **candidate.submodel.widths,
-            "depth": len(candidate.submodel.layers or range(report.layout.num_layers)),
-        }
         numbers = (f"{candidate.loss:.4f}", f"{candidate.loss - report.whole.loss:+.4f}")
-        table.add_row(*(str(widths[name]) for name in report.axes), _cost(report, candidate.cost), *numbers)
+        table.add_row(_cost(report, candidate.cost), *numbers, _cuts(report, candidate))
     return table
+
+
+def _cuts(report: SearchReport, candidate: Candidate) -> str:
+    """The axes that a candidate cuts, with what it keeps."""
+    widths = dict(candidate.submodel.widths)
+    if candidate.submodel.layers is not None:
+        widths["depth"] = len(candidate.submodel.layers)
+    cut = [f"{name} {width}" for name, width in widths.items() if width != report.layout.axes[name].size]
+    return ", ".join(cut) or "nothing: the whole model"
 
 
 def _cost(report: SearchReport, cost: float) -> str:
