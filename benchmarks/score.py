@@ -2,9 +2,9 @@
 
     python benchmarks/score.py [--hidden 512 --pattern MEM*EMEMEM*E --tokens 2048 --rounds 5 ...]
 
-Scoring every width axis (no order of layers) against the model's body run over the same batches (aim: at most 1.25x): they
-run in turn, and the median of the rounds' ratios is reported. Then the whole-model and the layerwise run, each in a process of its
-own that loads the same folder: seconds, and the peak of anonymous memory (RssAnon, sampled; files that are mapped do not count)
+Scoring every width axis, without the order of layers, against the model's body over the same batches (aim: at most 1.25x);
+they run in turn, and the median of the rounds' ratios is reported. Then the whole-model and the layerwise run, each in a process
+of its own that loads the same folder: seconds, and the peak of anonymous memory (RssAnon, sampled; mapped files do not count)
 above what the imports took. Prints a table and one JSON line.
 """
 

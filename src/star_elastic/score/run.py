@@ -13,7 +13,7 @@ from rich.console import Console
 from star_elastic.checkpoint import Checkpoint, check_target, weights_sha256
 from star_elastic.errors import DataError
 from star_elastic.layout import Layout
-from star_elastic.loading import check_tokens, choose_device, choose_dtype, load_model
+from star_elastic.loading import check_tokenizer, check_tokens, choose_device, choose_dtype, load_model
 from star_elastic.rewrite import locate
 from star_elastic.score.files import make_report, meanings, write_scores
 from star_elastic.score.layerwise import Waiting, layerwise_options, score_layerwise
@@ -86,7 +86,7 @@ def score_parent(
     Raises:
         CheckpointError: the parent is missing or damaged, its activations are not finite, or ``OUT.run`` is of another run.
         TargetError: ``out`` is not empty or lies inside the parent, or ``OUT.run`` exists and ``resume`` is not given.
-        DataError: the data cannot be read, holds no token or one outside the vocabulary; or rows exceed the model's positions.
+        DataError: the data cannot be read or holds no token; rows exceed the model's positions; the tokenizer is another model's.
         UnknownNameError, WidthError, RequestError: see ``ScoreOptions.check`` and ``parse_curve_widths``.
 
     Example:
@@ -107,6 +107,7 @@ def score_parent(
     where, kind = choose_device(device), choose_dtype(dtype)
     rows: dict[str, Any] = {"seq_len": length, "batch_size": batch_size, "packing": packing, "seed": seed}
     tokenizer = load_tokenizer(parent)
+    check_tokenizer(tokenizer, layout)
     calibration = calibration_batches(data, tokenizer, samples=samples, **rows)
     for batch in calibration.batches:
         check_tokens(batch["input_ids"], layout)
