@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tiny import tiny_config
+from tiny import tiny_config, tiny_granitemoehybrid, tiny_llama
 
-from star_elastic.axes import Axis, Rule
+from star_elastic.axes import Axis, Coupling, Rule
 from star_elastic.errors import CheckpointError, UnknownNameError, WidthError
 from star_elastic.families import layout_of
 from star_elastic.layout import Layout
@@ -114,3 +114,33 @@ def test_an_impossible_config_is_refused_in_one_line(field: str, value: object, 
 def test_an_unknown_family_is_named() -> None:
     with pytest.raises(UnknownNameError, match=r"model_type 'gpt2'.*nemotron_h"):
         layout_of({"model_type": "gpt2"})
+
+
+def test_granite_hidden_and_mamba_widths_fit_together() -> None:
+    """8 heads x 16 channels = 128 = mamba_expand x hidden: 64 x 2, 32 x 4, but 48 x 2.67."""
+    table = layout_of(tiny_granitemoehybrid().config.to_dict())
+    with pytest.raises(WidthError) as error:
+        table.check({"hidden": 48})
+    assert str(error.value) == (
+        "mamba_heads 8 x mamba_head_dim 16 is no multiple of hidden 48: the config writes the width of the Mamba mixer as a "
+        "whole multiple of hidden (mamba_expand); nearest legal: hidden 32 and 64, or mamba_heads 6, or mamba_head_dim 12"
+    )
+    for widths in ({"hidden": 32}, {"hidden": 48, "mamba_heads": 6}, {"hidden": 48, "mamba_head_dim": 12}):
+        table.check(widths)
+        assert table.fits(widths)
+    assert not table.fits({"hidden": 48})
+
+
+def test_llama_heads_divide_hidden() -> None:
+    table = layout_of(tiny_llama().config.to_dict())
+    with pytest.raises(WidthError, match=r"hidden 40 is no multiple of heads 6: .*: heads 4 and 8, or hidden 36 and 48"):
+        table.check({"hidden": 40, "heads": 6})
+    table.check({"hidden": 48, "heads": 6})
+
+
+def test_an_axis_cut_where_nothing_beside_it_can_move() -> None:
+    """Three widths that fit only as they are: the message claims no alternative."""
+    coupling = Coupling(("a",), ("b",), "so it is")
+    axes = {"a": Axis("a", 5, rules=(Rule("whole", 5, 5),)), "b": Axis("b", 2, rules=(Rule("whole", 2, 2),))}
+    with pytest.raises(WidthError, match="^a 5 is no multiple of b 2: so it is$"):
+        coupling.check(axes, {"a": 5, "b": 2})

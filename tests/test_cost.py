@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import FAMILIES, tiny_config
 from transformers import NemotronHConfig, NemotronHForCausalLM
 from transformers.cache_utils import DynamicCache
 
@@ -72,6 +72,36 @@ def test_the_published_model_counts_exactly() -> None:
     assert cost.active_params(layout, {}, embedding=False) == 3_227_751_872
 
 
+# Sizes as published, with the number of parameters that their publishers' files hold.
+PUBLISHED = {
+    "SmolLM2-135M": (134_515_008, "llama", (49152, 576, 30, 9, 3, 1536), {"tie_word_embeddings": True}),
+    "Llama-3.1-8B": (8_030_261_248, "llama", (128256, 4096, 32, 32, 8, 14336), {}),
+    "Qwen3-0.6B": (596_049_920, "qwen3", (151936, 1024, 28, 16, 8, 3072), {"tie_word_embeddings": True}),
+    "Qwen3-30B-A3B": (
+        30_532_122_624,
+        "qwen3_moe",
+        (151936, 2048, 48, 32, 4, 6144),
+        {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+    ),
+    "Mixtral-8x7B": (46_702_792_704, "mixtral", (32000, 4096, 32, 32, 8, 14336), {}),
+}
+SIZE_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_of_other_families_count_exactly(name: str) -> None:
+    total, family, sizes, rest = PUBLISHED[name]
+    config = {"model_type": family, **dict(zip(SIZE_FIELDS, sizes, strict=True)), **rest}
+    assert cost.params(layout_of(config), {}) == total
+
+
 @pytest.mark.parametrize("size", ["23b", "12b"])
 def test_the_published_sizes_count_as_transformers_builds_them(size: str) -> None:
     from star_elastic.families import family_of
@@ -127,8 +157,10 @@ def test_weight_bytes_are_those_of_the_file(dtype: str, name: str, tmp_path: Pat
     assert estimate == pytest.approx((tmp_path / "model.safetensors").stat().st_size, rel=0.01)
 
 
-def test_cache_bytes_are_those_of_a_real_cache(tmp_path: Path) -> None:
-    model = NemotronHForCausalLM(tiny_config("ME*M")).eval()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cache_bytes_are_those_of_a_real_cache(family: str, dtype: torch.dtype) -> None:
+    model = FAMILIES[family]().to(dtype)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.zeros(1, 11, dtype=torch.long), cache=cache, use_cache=True)
@@ -136,8 +168,8 @@ def test_cache_bytes_are_those_of_a_real_cache(tmp_path: Path) -> None:
     tensors = [state for layer in cache.layers for state in _states(layer)]
     kv = sum(t.numel() * t.element_size() for t in tensors if t.dim() == 4 and t.shape[2] == 11)
     total = sum(t.numel() * t.element_size() for t in tensors)
-    assert 11 * cost.kv_bytes_per_token(layout, {}, itemsize=4) == kv
-    assert cost.state_bytes_per_sequence(layout, {}, itemsize=4) == total - kv
+    assert 11 * cost.kv_bytes_per_token(layout, {}, itemsize=dtype.itemsize) == kv
+    assert cost.state_bytes_per_sequence(layout, {}, itemsize=dtype.itemsize) == total - kv
 
 
 def _states(layer: object) -> list[torch.Tensor]:

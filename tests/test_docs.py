@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import FAMILIES, tiny_model
+
+from star_elastic.families import layout_of
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -73,3 +76,13 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
     for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
         if not link.startswith("http"):
             assert ((ROOT / page).parent / link).exists(), f"{page}: {link}"
+
+
+def test_the_page_of_families_lists_each_with_its_axes() -> None:
+    """The tiny models have every kind of layer that their family knows, but for NemotronH's dense MLP."""
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", (ROOT / "docs" / "families.md").read_text(), re.MULTILINE)
+    written = {family: re.findall(r"`(\w+)`", axes) for family, axes in rows if family != "model_type"}
+    builders = {**FAMILIES, "nemotron_h": lambda: tiny_model(pattern="ME*-")}
+    assert written == {
+        family: list(layout_of(build().config.to_dict()).width_axes) for family, build in builders.items()
+    }

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import tiny_config, tiny_granitemoehybrid
 from transformers import NemotronHForCausalLM
 
 from star_elastic.errors import UnknownNameError, WidthError
@@ -173,3 +173,10 @@ def test_impossible_cuts_refused() -> None:
         select_words(layers="0,1")
     with pytest.raises(UnknownNameError, match="no submodel 'tiny'"):
         select_words(to="tiny")
+
+
+def test_the_uniform_ladder_leaves_out_what_does_not_fit_together() -> None:
+    """Mamba's 8 x 16 channels must be a whole multiple of hidden."""
+    members, text = uniform_ladder(layout_of(tiny_granitemoehybrid().config.to_dict()))
+    assert [member.widths["hidden"] for member in members.values()] == [4, 8, 16, 32, 64]
+    assert "ladder of 5 hidden widths" in text

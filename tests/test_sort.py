@@ -210,7 +210,12 @@ def test_sorting_back_restores_the_parent_bit_for_bit(parent: Path, tmp_path: Pa
         ({"hiden": torch.rand(64)}, UnknownNameError, "no axis of this model is called 'hiden': did you mean 'hidden'"),
         ({"layers.0.expert_ffn": torch.rand(32)}, UnknownNameError, "called 'layers.0.expert_ffn'"),
         ({"layers.1.experts.8.expert_ffn": torch.rand(32)}, UnknownNameError, "experts.8.expert_ffn"),
-        ({"depth": torch.rand(6)}, UnknownNameError, "'depth'"),
+        ({"depth": torch.rand(7)}, CheckpointError, r"depth has shape \[7\]; this model has 6 depth"),
+        (
+            {"depth_order": torch.tensor([0, 1, 2, 3, 4, 4])},
+            CheckpointError,
+            "depth_order is no permutation of the layers 0 to 5",
+        ),
         ({"hidden": torch.rand(63)}, CheckpointError, r"hidden has shape \[63\]; this model has 64 hidden"),
         ({"hidden": torch.rand(64, 1)}, CheckpointError, r"hidden has shape \[64, 1\]"),
         (

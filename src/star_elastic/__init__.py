@@ -20,6 +20,11 @@ The names below are the whole public surface. Each is imported when first used, 
 
         Submodel(widths={"hidden": 1920, "expert_ffn": 960})
 
+``Budget``
+    An upper bound on parameters, active parameters or memory::
+
+        Budget("memory", 24 * 2**30, context=32768)
+
 ``Layout``
     The table that says which axis indexes each dimension of each parameter; ``layout_of`` reads it from a config.json::
 
@@ -47,6 +52,11 @@ One function per verb of the command line:
     Distil all nested sizes from the frozen parent in one run::
 
         train_family("recipe.yaml", overrides=["steps=200"])
+
+``search_parent``
+    The widths under a budget that cost least in held-out loss, without training::
+
+        search_parent("sorted", Budget("active_params", 2_000_000_000), "held-out.jsonl").command
 
 ``slice_checkpoint``
     Cut a nested model out as an ordinary transformers folder::
@@ -77,8 +87,10 @@ if TYPE_CHECKING:
     from star_elastic.families import layout_of
     from star_elastic.generate import generate_text
     from star_elastic.inspect import describe
+    from star_elastic.ladder import Budget
     from star_elastic.layout import Layout
     from star_elastic.score import score_parent
+    from star_elastic.search import search_parent
     from star_elastic.slice import slice_checkpoint
     from star_elastic.sort import sort_parent
     from star_elastic.submodel import ElasticConfig, Submodel
@@ -87,6 +99,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOME = {
+    "Budget": "ladder",
     "ElasticConfig": "submodel",
     "ElasticModel": "elastic",
     "Layout": "layout",
@@ -96,12 +109,14 @@ _HOME = {
     "layout_of": "families",
     "run_demo": "demo",
     "score_parent": "score",
+    "search_parent": "search",
     "slice_checkpoint": "slice",
     "sort_parent": "sort",
     "train_family": "train",
 }
 
 __all__ = [
+    "Budget",
     "ElasticConfig",
     "ElasticModel",
     "Layout",
@@ -111,6 +126,7 @@ __all__ = [
     "layout_of",
     "run_demo",
     "score_parent",
+    "search_parent",
     "slice_checkpoint",
     "sort_parent",
     "train_family",

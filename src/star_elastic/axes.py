@@ -105,6 +105,35 @@ class Axis:
         return [group * per_group + i for group in range(self.groups) for i in range(kept)]
 
 
+@dataclass(frozen=True)
+class Coupling:
+    """Axes whose widths must fit together: the product over ``whole`` is a multiple of the product over ``part``."""
+
+    whole: tuple[str, ...]
+    part: tuple[str, ...]
+    why: str
+
+    def holds(self, widths: Mapping[str, int]) -> bool:
+        """Whether ``widths``, one for every axis, fit together."""
+        return math.prod(widths[name] for name in self.whole) % math.prod(widths[name] for name in self.part) == 0
+
+    def check(self, axes: Mapping[str, Axis], widths: Mapping[str, int]) -> None:
+        """Raise WidthError in one line where ``widths`` do not fit: why, and what each axis could be beside the others."""
+        if self.holds(widths):
+            return
+        whole, part = (" x ".join(f"{name} {widths[name]}" for name in names) for names in (self.whole, self.part))
+        options = [option for name in (*self.part, *self.whole) if (option := self._option(axes[name], widths))]
+        nearest_legal = f"; nearest legal: {', or '.join(options)}" if options else ""
+        raise WidthError(f"{whole} is no multiple of {part}: {self.why}{nearest_legal}")
+
+    def _option(self, axis: Axis, widths: Mapping[str, int]) -> str:
+        """The nearest widths of one axis, below and above, that fit the others as they are."""
+        fitting = [width for width in axis.legal() if self.holds({**widths, axis.name: width})]
+        below = [width for width in fitting if width < widths[axis.name]][-1:]
+        above = [width for width in fitting if width > widths[axis.name]][:1]
+        return f"{axis.name} {' and '.join(str(width) for width in below + above)}" if below or above else ""
+
+
 def check_widths(axes: Mapping[str, Axis], widths: Mapping[str, int]) -> None:
     """Raise UnknownNameError for an axis that this model does not have, WidthError for an illegal width."""
     for name, width in widths.items():

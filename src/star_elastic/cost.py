@@ -74,7 +74,7 @@ def scale_bytes(row: Row, widths: Widths, dtype: str) -> Any:
     if dtype not in row.formats:
         return 0
     matrices = row.dims[0].width(widths) if row.unrolled else 1
-    return 8 * matrices
+    return 8 * matrices * len(row.disk_names)
 
 
 def kv_bytes_per_token(layout: Layout, widths: Widths, layers: Layers = None, itemsize: int = 2) -> Any:

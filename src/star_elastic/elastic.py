@@ -24,7 +24,7 @@ from star_elastic.lens_masked import MaskedLens
 from star_elastic.lens_sliced import SlicedLens
 from star_elastic.masks import Masks
 from star_elastic.rewrite import locate
-from star_elastic.skeleton import compare_shapes
+from star_elastic.skeleton import check_tied, compare_shapes
 from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
 from star_elastic.switch import Lens, install
 from star_elastic.views import ViewModel
@@ -44,7 +44,8 @@ class ElasticModel(nn.Module):
 
     Raises:
         UnknownNameError: no family file describes the model.
-        CheckpointError: ``config`` is for another family, or lists a nested model that this parent cannot be cut to.
+        CheckpointError: ``config`` is for another family, or lists a nested model that this parent cannot be cut to; or the
+            model's config ties tensors that its weights keep apart.
         ElasticError: parameters of the model are offloaded to CPU or disk.
 
     Example:
@@ -63,6 +64,7 @@ class ElasticModel(nn.Module):
         self.config = config or ElasticConfig(family=self.layout.family)
         self.config.check(self.layout)
         compare_shapes(model, self.layout, Submodel())
+        check_tied(model, self.layout)
         self.model = model
         self.training = model.training
         self._frames = ("", model.base_model_prefix)
@@ -176,10 +178,14 @@ class ElasticModel(nn.Module):
     def features(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, submodel: str | None = None
     ) -> torch.Tensor:
-        """What the head reads: the last hidden states after the final norm, [B, T, D], with D the nested model's width."""
+        """The last hidden states after the final norm, [B, T, D], with D the nested model's width; the head reads them.
+
+        A divisor of the logits, where the model has one, is applied here, so that logits are ``features @ head_weight.T``.
+        """
         with self._as(submodel):
             output = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        return output.last_hidden_state
+        states: torch.Tensor = output.last_hidden_state
+        return states if self.layout.logits_divisor == 1 else states / self.layout.logits_divisor
 
     def head_weight(self, submodel: str | None = None) -> torch.Tensor:
         """The head's matrix [V, D], differentiable: logits are ``features @ head_weight.T``."""

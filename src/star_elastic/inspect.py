@@ -213,6 +213,8 @@ def _reasons(layout: Layout) -> dict[str, list[str]]:
     for name, axis in layout.axes.items():
         for rule in axis.rules:
             reasons.setdefault(rule.why, []).append(name)
+    for coupling in layout.couplings:
+        reasons.setdefault(coupling.why, []).extend((*coupling.part, *coupling.whole))
     return reasons | {f"at least one {kind} layer stays": ["depth"] for kind in sorted(layout.required_kinds)}
 
 

@@ -8,12 +8,13 @@ the same fraction of the parent's. Heads, Mamba and experts stay whole, as in th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from star_elastic import cost
 from star_elastic.errors import WidthError
-from star_elastic.layout import Layout
+from star_elastic.layout import Layout, Widths
 from star_elastic.submodel import Submodel
 from star_elastic.units import format_bytes, format_count
 
@@ -41,12 +42,15 @@ class Budget:
 
     def cost(self, layout: Layout, submodel: Submodel) -> int:
         """What a nested model costs in this budget's kind."""
-        widths, layers = layout.complete(submodel.widths), submodel.layers
+        return int(self.price(layout, layout.complete(submodel.widths), submodel.layers))
+
+    def price(self, layout: Layout, widths: Widths, layers: Sequence[int] | None = None) -> Any:
+        """The same for widths that may be arrays, not rounded."""
         if self.kind == "params":
-            return int(cost.params(layout, widths, layers))
+            return cost.params(layout, widths, layers)
         if self.kind == "active_params":
-            return int(cost.active_params(layout, widths, layers))
-        return int(cost.memory_bytes(layout, widths, layers, dtype=self.dtype, context=self.context, batch=self.batch))
+            return cost.active_params(layout, widths, layers)
+        return cost.memory_bytes(layout, widths, layers, dtype=self.dtype, context=self.context, batch=self.batch)
 
     def text(self, value: float) -> str:
         """A cost of this kind, for people, with the exact number of parameters."""
@@ -115,6 +119,7 @@ def uniform_ladder(layout: Layout) -> tuple[dict[str, Submodel], str]:
     members = {}
     for width in lead.legal():
         widths = {axis.name: axis.at_most(axis.size * width // lead.size) for axis in followers}
-        members[f"{lead.name} {width}"] = Submodel(widths={lead.name: width, **widths})
+        if layout.fits({lead.name: width, **widths}):
+            members[f"{lead.name} {width}"] = Submodel(widths={lead.name: width, **widths})
     followed = f" with {', '.join(axis.name for axis in followers)} at the same fraction" if followers else ""
     return members, f"the uniform ladder of {len(members)} {lead.name} widths{followed}"

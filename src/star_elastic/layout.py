@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from star_elastic.axes import Axis, check_widths
+from star_elastic.axes import Axis, Coupling, check_widths
 from star_elastic.errors import WidthError
 
 Widths = Mapping[str, Any]
@@ -119,7 +119,8 @@ class Norm:
 class Router:
     """Marks a unit's expert router: its module, how it selects, and the axis it selects from.
 
-    ``kind`` is ``sigmoid_bias`` (select on sigmoid + bias, weigh by sigmoid), ``softmax_topk`` or ``topk_softmax``.
+    ``kind`` is ``sigmoid_bias`` (select on sigmoid + bias, weigh by sigmoid), ``softmax_topk`` (softmax over all experts, gates
+    in the model's dtype; ``softmax_topk_fp32``: in fp32) or ``topk_softmax`` (softmax over the chosen ones).
     """
 
     module: str
@@ -129,11 +130,26 @@ class Router:
 
 @dataclass(frozen=True)
 class Tap:
-    """Where scoring reads an axis's activations: the ``input`` or ``output`` of a module, or inside fused ``experts``."""
+    """Where scoring reads the activations of an axis.
+
+    Which channels belong to which member is not said here: the row ``{module}.weight`` says it, by its columns for an ``input``
+    and by its rows for an ``output``. Where that dimension masks the axis in one segment (``!``), only that segment counts.
+
+    Attributes:
+        axis: the axis to score.
+        module: relative to the unit.
+        side: ``input`` or ``output`` of a module; or ``experts`` for fused routed experts, called with hidden states, chosen
+            experts and gates, where experts are judged by what they put out and their channels by what enters the last matrix.
+        over: a further axis of the same channels, of which only the kept members count; of all others, all count.
+
+    Example:
+        ``Tap("heads", "mixer.o_proj", "input")`` on columns ``heads!*head_dim`` scores each head over its ``head_dim`` channels.
+    """
 
     axis: str
     module: str
     side: str
+    over: str | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +173,8 @@ class Row:
         name: in memory, relative to the unit.
         dims: what indexes each dimension.
         on_disk: name in a checkpoint where it differs; ``{}`` stands for a member of the first dimension, stored one tensor
-            each (experts).
+            each (experts). Several names: each segment of the next dimension is a tensor of its own (gate and up, which are one
+            matrix in memory).
         routed: a token uses only the router's top-k members of the first dimension.
         buffer: sliced and saved, but no parameter.
         fp32: kept in fp32 whatever the model's dtype.
@@ -167,7 +184,7 @@ class Row:
 
     name: str
     dims: tuple[Dim, ...]
-    on_disk: str | None = None
+    on_disk: str | tuple[str, ...] | None = None
     routed: bool = False
     buffer: bool = False
     fp32: bool = False
@@ -186,9 +203,21 @@ class Row:
         return tuple(dim.size for dim in self.dims)
 
     @property
+    def disk_names(self) -> tuple[str, ...]:
+        """Names in a checkpoint, relative to the unit: one, or one per stored segment."""
+        return self.on_disk if isinstance(self.on_disk, tuple) else (self.on_disk or self.name,)
+
+    @property
     def unrolled(self) -> bool:
         """Whether a checkpoint stores one tensor per member of the first dimension."""
-        return self.on_disk is not None and "{}" in self.on_disk
+        return "{}" in self.disk_names[0]
+
+    @property
+    def pieces(self) -> list[tuple[int | None, int | None]]:
+        """The tensors that a checkpoint stores the row as: (member, segment), None where it is not divided so."""
+        members: Sequence[int | None] = range(self.dims[0].size) if self.unrolled else (None,)
+        segments: Sequence[int | None] = range(len(self.disk_names)) if len(self.disk_names) > 1 else (None,)
+        return [(member, segment) for member in members for segment in segments]
 
     def cut_shape(self, widths: Widths) -> tuple[Any, ...]:
         """Shape at ``widths``."""
@@ -219,10 +248,16 @@ class Unit:
         """Full in-memory name of a row, as if the unit were layer number ``layer`` (default: its own)."""
         return f"{self.path.format(self.layer if layer is None else layer)}.{row.name}"
 
-    def disk_name(self, row: Row, layer: int | None = None, member: int | None = None) -> str:
-        """Full on-disk name of a row; ``member`` picks one tensor of an unrolled row."""
-        tail = (row.on_disk or row.name).format(member) if row.unrolled else (row.on_disk or row.name)
-        return f"{self.disk_path.format(self.layer if layer is None else layer)}.{tail}"
+    def disk_name(
+        self, row: Row, layer: int | None = None, member: int | None = None, segment: int | None = None
+    ) -> str:
+        """Full on-disk name of one of a row's ``pieces``."""
+        tail = row.disk_names[segment or 0]
+        return f"{self.disk_path.format(self.layer if layer is None else layer)}.{tail.format(member)}"
+
+    def disk_names(self, row: Row) -> list[str]:
+        """Full on-disk names of all of a row's ``pieces``."""
+        return [self.disk_name(row, member=member, segment=segment) for member, segment in row.pieces]
 
     @property
     def module(self) -> str:
@@ -232,17 +267,19 @@ class Unit:
 
 @dataclass(frozen=True)
 class Located:
-    """What a tensor name stands for: a row of a unit, and the member where the row is stored one tensor per member."""
+    """What a tensor name stands for: a row of a unit, or on disk perhaps one of its ``pieces``."""
 
     unit: Unit
     row: Row
-    member: int | None
     on_disk: bool
+    member: int | None = None
+    segment: int | None = None
 
     @property
     def dims(self) -> tuple[Dim, ...]:
         """Dimensions of the tensor under this name."""
-        return self.row.dims if self.member is None else self.row.dims[1:]
+        dims = self.row.dims if self.member is None else self.row.dims[1:]
+        return dims if self.segment is None else (Dim(dims[0].segments[self.segment : self.segment + 1]), *dims[1:])
 
     @property
     def member_axis(self) -> str | None:
@@ -253,7 +290,7 @@ class Located:
         """The name, in the same scheme, for another layer number and member number."""
         if not self.on_disk:
             return self.unit.name(self.row, layer)
-        return self.unit.disk_name(self.row, layer, self.member if member is None else member)
+        return self.unit.disk_name(self.row, layer, self.member if member is None else member, self.segment)
 
 
 @dataclass(frozen=True)
@@ -266,6 +303,8 @@ class Layout:
         units: embedding, decoder layers in order, final norm, head.
         top_k: experts that a token uses; None without routed experts.
         required_kinds: kinds of layer of which at least one must stay.
+        couplings: axes whose widths must fit together.
+        logits_divisor: what the model divides the head's answer by.
     """
 
     family: str
@@ -273,6 +312,8 @@ class Layout:
     units: tuple[Unit, ...]
     top_k: int | None = None
     required_kinds: frozenset[str] = field(default_factory=frozenset)
+    couplings: tuple[Coupling, ...] = ()
+    logits_divisor: float = 1.0
 
     @property
     def width_axes(self) -> dict[str, Axis]:
@@ -293,11 +334,14 @@ class Layout:
 
         Raises:
             UnknownNameError: an axis that the model does not have.
-            WidthError: an illegal width, or kept layers that are out of range, repeated, out of order, or miss a needed kind.
+            WidthError: an illegal width, widths that do not fit together, or kept layers that are out of range, repeated, out
+                of order, or miss a needed kind.
         """
         if "depth" in widths:
             raise WidthError(f"depth is cut by naming the layers that stay: give layers, not a width of {widths['depth']}")
         check_widths(self.width_axes, widths)
+        for coupling in self.couplings:
+            coupling.check(self.width_axes, self.complete(widths))
         if layers is None:
             return
         if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < self.num_layers:
@@ -308,6 +352,10 @@ class Layout:
         for kind in sorted(self.required_kinds - kinds):
             having = [unit.layer for unit in self.units if unit.kind == kind]
             raise WidthError(f"kept layers {list(layers)} hold no {kind} layer: keep at least one of {having}")
+
+    def fits(self, widths: Mapping[str, int]) -> bool:
+        """Whether legal ``widths`` also fit together."""
+        return all(coupling.holds(self.complete(widths)) for coupling in self.couplings)
 
     def members(self, widths: Mapping[str, int]) -> dict[str, list[int]]:
         """Kept members of every axis that ``widths`` cuts (axes at the parent's own width are left out)."""
@@ -330,12 +378,10 @@ class Layout:
     def _names(self) -> dict[str, Located]:
         names: dict[str, Located] = {}
         for unit, row in self.tensors():
-            names[unit.name(row)] = Located(unit, row, None, on_disk=False)
-            if row.unrolled:
-                for member in range(row.dims[0].size):
-                    names[unit.disk_name(row, member=member)] = Located(unit, row, member, on_disk=True)
-            else:
-                names[unit.disk_name(row)] = Located(unit, row, None, on_disk=True)
+            names[unit.name(row)] = Located(unit, row, on_disk=False)
+            for member, segment in row.pieces:
+                name = unit.disk_name(row, member=member, segment=segment)
+                names[name] = Located(unit, row, True, member, segment)
         return names
 
     def find(self, name: str) -> Located | None:
@@ -347,7 +393,7 @@ class Layout:
         """Hash of the architecture: equal for two models whose tables, shapes and top-k are equal."""
         lines = [
             f"{self.family} top_k={self.top_k}",
-            *(f"{unit.name(row)} {row.shape}" for unit, row in self.tensors()),
+            *(f"{unit.name(row)} {row.shape}{f' = {row.alias}' if row.alias else ''}" for unit, row in self.tensors()),
         ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

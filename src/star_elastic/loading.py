@@ -68,6 +68,14 @@ def load_model(folder: Path | str, *, device: torch.device, dtype: torch.dtype |
     return model.to(device).eval()
 
 
+def check_tokenizer(tokenizer: Any, layout: Layout) -> None:
+    """Raise DataError if a tokenizer has tokens without a row in the model's embedding: then it is another model's."""
+    embedding = next(unit for unit in layout.units if unit.kind == "embedding")
+    size = embedding.rows[0].shape[0]
+    if len(tokenizer) > size:
+        raise DataError(f"the tokenizer has {len(tokenizer)} tokens, the model a vocabulary of {size}: it is another model's")
+
+
 def check_tokens(ids: torch.Tensor, layout: Layout) -> None:
     """Raise DataError if a token id has no row in the model's embedding: then the tokenizer is another model's."""
     embedding = next(unit for unit in layout.units if unit.kind == "embedding")

@@ -18,6 +18,8 @@ Orders = Mapping[str, Sequence[int]]
 
 SCORES_FILE = "scores.safetensors"
 SCORES_FACTS = "scores.json"
+DEPTH, DEPTH_ORDER = "depth", "depth_order"
+"""Keys of the layers' scores, one per layer, and of their order, which need not be that of the scores: see ``score.depth``."""
 
 
 def axis_key(axis: Axis, layer: int | None) -> str:
@@ -70,30 +72,65 @@ def check_orders(orders: Orders, layout: Layout) -> None:
             )
 
 
-def read_orders(path: Path, layout: Layout) -> dict[str, list[int]]:
-    """Orders from a file of scores: descending inside each group.
+def read_orders(path: Path, layout: Layout, weights: str | None = None) -> dict[str, list[int]]:
+    """Orders from a file of scores: descending inside each group; ``depth`` is left out.
+
+    Args:
+        path: the file; ``scores.json`` beside it says what model it is of.
+        layout: the table of the model to order.
+        weights: hash of that model's weights.
 
     Raises:
         UnknownNameError: a key that names no axis or layer of the model.
         CheckpointError: an unreadable file, scores of another model, of a wrong length, or not finite.
     """
-    facts = path.with_name(SCORES_FACTS)
-    theirs = read_json(facts).get("parent_fingerprint") if facts.exists() else None
-    if theirs not in (None, layout.fingerprint):
-        raise CheckpointError(f"{facts} is of another model: its parent has other shapes than this one")
-    scores = _read_arrays(path)
+    check_scored(path, layout, weights)
+    scores = {key: array for key, array in _read_arrays(path).items() if key not in (DEPTH, DEPTH_ORDER)}
     orders = {}
     for key, axis in _resolve(scores, layout).items():
-        values = scores[key]
-        if values.shape != (axis.size,):
-            raise CheckpointError(
-                f"{path}: {key} has shape {list(values.shape)}; this model has {axis.size} {axis.name}"
-            )
-        wrong = int((~np.isfinite(values)).sum())
-        if wrong:
-            raise CheckpointError(f"{path}: {key} has {wrong} scores that are no finite number")
-        orders[key] = best_first(values, axis)
+        _check_values(path, key, scores[key], axis)
+        orders[key] = best_first(scores[key], axis)
     return orders
+
+
+def check_scored(path: Path, layout: Layout, weights: str | None) -> None:
+    """Raise CheckpointError if ``scores.json`` beside ``path`` says that the scores are of another model.
+
+    ``weights`` is the hash of the model's weights; None leaves them unchecked.
+    """
+    facts = path.with_name(SCORES_FACTS)
+    if not facts.exists():
+        return
+    said = read_json(facts)
+    if said.get("parent_fingerprint") not in (None, layout.fingerprint):
+        raise CheckpointError(f"{facts} is of another model: its parent has other shapes than this one")
+    if weights is not None and said.get("weights_sha256") not in (None, weights):
+        raise CheckpointError(f"{facts} is of another model: its parent {said.get('parent')} has other weights than this one")
+
+
+def read_depth_order(path: Path, layout: Layout) -> tuple[int, ...] | None:
+    """Layers from most to least important: an explicit order, or else that of the scores; None where depth was not scored.
+
+    Raises:
+        CheckpointError: no order of this model's layers.
+    """
+    arrays, axis = _read_arrays(path), layout.axes[DEPTH]
+    if DEPTH_ORDER not in arrays and DEPTH not in arrays:
+        return None
+    if DEPTH in arrays:
+        _check_values(path, DEPTH, arrays[DEPTH], axis)
+    order = [int(layer) for layer in arrays[DEPTH_ORDER]] if DEPTH_ORDER in arrays else best_first(arrays[DEPTH], axis)
+    if sorted(order) != list(range(axis.size)):
+        raise CheckpointError(f"{path}: {DEPTH_ORDER} is no permutation of the layers 0 to {axis.size - 1}")
+    return tuple(order)
+
+
+def _check_values(path: Path, key: str, values: np.ndarray, axis: Axis) -> None:
+    if values.shape != (axis.size,):
+        raise CheckpointError(f"{path}: {key} has shape {list(values.shape)}; this model has {axis.size} {axis.name}")
+    wrong = int((~np.isfinite(values)).sum())
+    if wrong:
+        raise CheckpointError(f"{path}: {key} has {wrong} scores that are no finite number")
 
 
 def best_first(scores: np.ndarray, axis: Axis) -> list[int]:

@@ -51,5 +51,8 @@ def progress_bar(description: str, total: int, unit: str, *, shown: bool = True)
         try:
             yield advance
         except BaseException:
-            progress.live.transient = True  # an error is told in one line, without half a bar above it
+            # An error is told in one line: no half a bar above it, nor the empty line that stop() prints without a terminal.
+            progress.live.transient = True
+            progress.live.stop()
+            progress.disable = True
             raise

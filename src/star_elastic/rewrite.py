@@ -19,7 +19,7 @@ from star_elastic.checkpoint import (
 )
 from star_elastic.errors import CheckpointError
 from star_elastic.families import layout_of
-from star_elastic.layout import Layout, Located, Row, Unit
+from star_elastic.layout import Layout, Located
 from star_elastic.progress import progress_bar
 from star_elastic.submodel import ElasticConfig
 
@@ -118,7 +118,7 @@ def _check_complete(layout: Layout, checkpoint: Checkpoint, located: dict[str, L
         raise CheckpointError(f"{checkpoint.folder} misses {_few(missing)} that its config.json describes")
     for unit, row in layout.tensors():
         in_memory = unit.name(row)
-        twice = [name for name in _disk_names(unit, row) if name != in_memory and name in located]
+        twice = [name for name in unit.disk_names(row) if name != in_memory and name in located]
         if twice and in_memory in located:
             raise CheckpointError(f"{checkpoint.folder} holds {in_memory} a second time as {_few(twice)}: keep one")
 
@@ -128,12 +128,8 @@ def _missing(layout: Layout, names: set[str]) -> list[str]:
     missing = []
     for unit, row in layout.tensors():
         if unit.name(row) not in names and row.alias is None:
-            missing += [name for name in _disk_names(unit, row) if name not in names]
+            missing += [name for name in unit.disk_names(row) if name not in names]
     return missing
-
-
-def _disk_names(unit: Unit, row: Row) -> list[str]:
-    return [unit.disk_name(row, member=member) for member in (range(row.dims[0].size) if row.unrolled else [None])]
 
 
 def _few(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ These are the only lines of the package that re-implement a transformers module.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import torch
@@ -53,4 +54,44 @@ def select_in_groups(router: Any, choice: torch.Tensor) -> torch.Tensor:
     return choice.topk(router.top_k, dim=-1, sorted=False).indices
 
 
-ROUTES: dict[str, Route] = {"sigmoid_bias": route_sigmoid_bias}
+def route_softmax_topk(
+    router: Any, hidden_states: torch.Tensor, mask: torch.Tensor, *, fp32_gates: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Softmax over all experts, then the top-k, renormalised where the router says so (Qwen3-MoE, Mixtral).
+
+    ``log m`` on a logit multiplies the expert's probability by m before any renormalisation. ``fp32_gates``: the model does not
+    round its gates to the dtype of the logits.
+    """
+    logits, masked_logits = masked_router_logits(router, hidden_states, mask)
+    gates, experts = torch.topk(masked_logits.softmax(dim=-1), router.top_k, dim=-1)
+    if getattr(router, "norm_topk_prob", True):
+        gates = gates / gates.sum(dim=-1, keepdim=True)
+    return masked_logits.to(logits.dtype), gates if fp32_gates else gates.to(logits.dtype), experts
+
+
+def route_topk_softmax(
+    router: Any, hidden_states: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The top-k logits, then softmax over those alone (Granite)."""
+    _, masked_logits = masked_router_logits(router, hidden_states, mask)
+    chosen, experts = masked_logits.topk(router.top_k, dim=-1)
+    return masked_logits, chosen.softmax(dim=-1).type_as(hidden_states), experts
+
+
+def masked_router_logits(
+    router: Any, hidden_states: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A softmax router's logits [B*T, E], as the model computes them, and in fp32 with ``log m`` added: -inf where m is 0."""
+    logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), router.weight)
+    mask = mask.float()
+    # log has no gradient at 0 that arithmetic could use: inf times a zero probability is NaN. An expert that is out gets none.
+    log_mask = torch.where(mask > 0, mask, 1).log().masked_fill(mask <= 0, float("-inf"))
+    return logits, logits.float() + log_mask
+
+
+ROUTES: dict[str, Route] = {
+    "sigmoid_bias": route_sigmoid_bias,
+    "softmax_topk": route_softmax_topk,
+    "softmax_topk_fp32": functools.partial(route_softmax_topk, fp32_gates=True),
+    "topk_softmax": route_topk_softmax,
+}

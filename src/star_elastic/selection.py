@@ -67,13 +67,41 @@ class SizeRequest:
             raise RequestError(f"{problem}: say exactly one of {', '.join(given)}")
         if to is not None:
             return cls(name=to)
-        if params is not None:
-            return cls(budget=Budget("params", parse_count(params)))
-        if active_params is not None:
-            return cls(budget=Budget("active_params", parse_count(active_params)))
-        if memory is not None:
-            return cls(budget=Budget("memory", parse_size(memory), context=context, batch=batch))
-        return cls(submodel=Submodel(widths=parse_widths(widths), layers=parse_layers(layers)))
+        if given["--width/--layers"]:
+            return cls(submodel=Submodel(widths=parse_widths(widths), layers=parse_layers(layers)))
+        limits = {"params": params, "active_params": active_params, "memory": memory}
+        return cls(budget=parse_budget(**limits, context=context, batch=batch))
+
+
+def parse_budget(
+    *,
+    params: str | None = None,
+    active_params: str | None = None,
+    memory: str | None = None,
+    context: int = 8192,
+    batch: int = 1,
+) -> Budget:
+    """Read the budget options of the command line.
+
+    Raises:
+        RequestError: not exactly one budget was given.
+        QuantityError: a number or size cannot be read.
+    """
+    given = {"--params": params, "--active-params": active_params, "--memory": memory}
+    named = [option for option, text in given.items() if text is not None]
+    if len(named) != 1:
+        problem = f"{' and '.join(named)} exclude each other" if named else "no budget is given"
+        raise RequestError(f"{problem}: say exactly one of {', '.join(given)}")
+    if params is not None:
+        return Budget("params", parse_count(params))
+    if active_params is not None:
+        return Budget("active_params", parse_count(active_params))
+    return Budget("memory", parse_size(str(memory)), context=context, batch=batch)
+
+
+def stored_format(config: Config) -> str:
+    """The format in which a model's weights are counted for a memory budget."""
+    return "fp32" if itemsize(config) == 4 else "bf16"
 
 
 def parse_widths(words: Sequence[str]) -> dict[str, int]:
@@ -126,8 +154,7 @@ def select(request: SizeRequest, config: Config, layout: Layout, elastic: Elasti
     if request.submodel is not None:
         return _explicit(request.submodel, layout, elastic)
     assert request.budget is not None
-    budget = replace(request.budget, dtype="fp32" if itemsize(config) == 4 else "bf16")
-    return _within(budget, layout, elastic)
+    return _within(replace(request.budget, dtype=stored_format(config)), layout, elastic)
 
 
 def _explicit(submodel: Submodel, layout: Layout, elastic: ElasticConfig) -> Selection:

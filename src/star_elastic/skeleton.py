@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from star_elastic.cut import Cut, plan_cut
+from star_elastic.errors import CheckpointError
 from star_elastic.families import FAMILIES
 from star_elastic.layout import Layout, Members, Unit
 from star_elastic.submodel import Submodel
@@ -26,12 +27,16 @@ from star_elastic.swap import Slot
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a nested model: where it lies in the parent, where it goes in the skeleton, and the cut between."""
+    """One tensor of a nested model: where it lies in the parent, where it goes in the skeleton, and the cut between.
+
+    ``alias`` is the full name of the tensor that it is tied to, in the parent as in the skeleton.
+    """
 
     name: str
     source: Slot
     target: Slot
     cut: Cut
+    alias: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def pair_unit(parent: nn.Module, skeleton: nn.Module, unit: Unit, path: str, mem
     """A kept unit, with the cuts that make its nested form at ``path`` in the skeleton."""
     source, target = parent.get_submodule(unit.module), skeleton.get_submodule(path)
     parts = tuple(
-        Part(row.name, Slot.of(source, row.name), Slot.of(target, row.name), plan_cut(row, members))
+        Part(row.name, Slot.of(source, row.name), Slot.of(target, row.name), plan_cut(row, members), row.alias)
         for row in unit.rows
     )
     return Pair(unit.module, target, parts)
@@ -129,6 +134,20 @@ def compare_shapes(model: nn.Module, layout: Layout, submodel: Submodel) -> None
             raise RuntimeError(
                 f"internal error: the {layout.family} table has {name} as {table.get(name, 'nothing')}, "
                 f"transformers has {real.get(name, 'nothing')}"
+            )
+
+
+def check_tied(model: nn.Module, layout: Layout) -> None:
+    """Refuse a model whose config ties two tensors that its weights keep apart.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    for unit, row in layout.tensors():
+        if row.alias is not None and model.get_parameter(unit.name(row)) is not model.get_parameter(row.alias):
+            raise CheckpointError(
+                f"config.json ties {unit.name(row)} to {row.alias}, but the weights hold two different tensors: "
+                "set tie_word_embeddings to false"
             )
 
 

@@ -12,11 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from star_elastic.card import read_licence, sorted_card
-from star_elastic.checkpoint import MAX_SHARD_BYTES, Checkpoint, TensorCut, check_target
+from star_elastic.checkpoint import MAX_SHARD_BYTES, Checkpoint, TensorCut, check_target, weights_sha256
 from star_elastic.errors import CheckpointError
 from star_elastic.families import family_of
 from star_elastic.layout import Layout, Members
-from star_elastic.orders import SCORES_FILE, Orders, check_orders, members_for, ordered_axes, own_orders, read_orders
+from star_elastic.orders import (
+    SCORES_FILE,
+    Orders,
+    check_orders,
+    members_for,
+    ordered_axes,
+    own_orders,
+    read_depth_order,
+    read_orders,
+)
 from star_elastic.rewrite import TRAINING, locate, parent_name, write_model
 from star_elastic.submodel import FULL, ElasticConfig, Submodel, open_elastic
 from star_elastic.version import VERSION
@@ -36,7 +45,8 @@ def sort_parent(
         parent: a model folder; read only.
         out: new folder, an elastic checkpoint; it appears whole or not at all.
         scores: ``scores.safetensors``, or the folder that ``score`` wrote. One number per member of an axis; keys such as
-            ``hidden``, ``layers.3.experts``, or ``layers.3.experts.5.expert_ffn`` for an order of one expert's own.
+            ``hidden``, ``layers.3.experts``, or ``layers.3.experts.5.expert_ffn`` for an order of one expert's own. Layers stay
+            where they are; their order goes to ``depth_order``, from which ``slice --width depth=N`` takes the first N.
         max_shard_bytes: larger models are split into files of at most this size.
         progress: draw a progress bar on a terminal.
 
@@ -50,14 +60,15 @@ def sort_parent(
 
     Example:
         >>> sort_parent("parent", "sorted", "scores").sorted_axes  # doctest: +SKIP
-        ('hidden', 'expert_ffn', 'shared_ffn')
+        ('hidden', 'heads', 'mamba_heads', 'mamba_head_dim', 'experts', 'expert_ffn', 'shared_ffn')
     """
     check_target(out, parent)
     _, layout, _ = open_elastic(parent)
     path = Path(scores) / SCORES_FILE if Path(scores).is_dir() else Path(scores)
-    orders = read_orders(path, layout)
+    orders = read_orders(path, layout, weights_sha256(Checkpoint.open(parent)))
+    layers = read_depth_order(path, layout)
     facts = {"scores_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    return sort_folder(parent, out, orders, facts=facts, max_shard_bytes=max_shard_bytes, progress=progress)
+    return sort_folder(parent, out, orders, layers=layers, facts=facts, max_shard_bytes=max_shard_bytes, progress=progress)
 
 
 def sort_folder(
@@ -65,6 +76,7 @@ def sort_folder(
     out: Path | str,
     orders: Orders,
     *,
+    layers: tuple[int, ...] | None = None,
     facts: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: bool = True,
@@ -75,6 +87,7 @@ def sort_folder(
         parent: a model folder; read only.
         out: new folder.
         orders: per key a permutation of the axis that leaves every member in its group. The most specific key wins.
+        layers: the decoder layers from most to least important; they stay where they are, and elastic.json names their order.
         facts: further provenance to record.
         max_shard_bytes: larger models are split into files of at most this size.
         progress: draw a progress bar on a terminal.
@@ -99,6 +112,7 @@ def sort_folder(
         update={
             "submodels": {FULL: Submodel().completed(layout), **elastic.submodels},
             "sorted_axes": ordered_axes(orders, layout),
+            "depth_order": elastic.depth_order if layers is None else layers,
             "provenance": {
                 **elastic.provenance,
                 "parent": name,

@@ -7,7 +7,9 @@ pipelines, evaluation harnesses. Its parameters take no gradient; train through 
 from __future__ import annotations
 
 import copy
+import types
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from star_elastic.errors import ElasticError
 from star_elastic.layout import Layout
 from star_elastic.skeleton import Skeleton
 from star_elastic.submodel import Submodel
+from star_elastic.swap import Slot
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,15 @@ class ViewModel:
         if len(devices) > 1:
             raise ElasticError(f"submodel() needs the model on one device, it is on {', '.join(devices)}: use at()")
         self._skeleton = Skeleton(parent, layout, submodel)
-        self._parts = [part for pair in self._skeleton.pairs for part in pair.parts]
+        parts = [part for pair in self._skeleton.pairs for part in pair.parts]
+        model = self._skeleton.model
+        self._parts = [part for part in parts if part.alias is None]
+        self._tied = [(part.target, Slot.of(model, part.alias)) for part in parts if part.alias is not None]
+        if self._tied:
+            model.save_pretrained = types.MethodType(save_untied, model)
         self._stamps: list[Stamp | None] = [None] * len(self._parts)
         if parent.can_generate():
-            self._skeleton.model.generation_config = copy.deepcopy(parent.generation_config)
+            model.generation_config = copy.deepcopy(parent.generation_config)
 
     def copied_bytes(self) -> int:
         """Bytes of the tensors that had to be gathered; everything else shares the parent's storage."""
@@ -71,4 +79,17 @@ class ViewModel:
                 tensor = part.cut(source)
                 part.target.set(tensor if part.target.buffer else nn.Parameter(tensor, requires_grad=False))
                 self._stamps[number] = stamp
+        for head, embedding in self._tied:
+            head.set(embedding.get())
         return self._skeleton.model.eval()
+
+
+def save_untied(self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """``save_pretrained`` for a model with tied tensors that are views: each is handed over once, under the name it is tied to.
+
+    transformers would look for tied tensors by their memory, and fails where a tensor is no contiguous block.
+    """
+    if not args and kwargs.get("state_dict") is None:
+        tied = self.all_tied_weights_keys
+        kwargs["state_dict"] = {name: tensor for name, tensor in self.state_dict().items() if name not in tied}
+    type(self).save_pretrained(self, save_directory, *args, **kwargs)

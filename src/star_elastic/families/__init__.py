@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from star_elastic.errors import UnknownNameError, nearest
-from star_elastic.families import nemotron_h
+from star_elastic.families import granitemoehybrid, llama, mixtral, nemotron_h, qwen3, qwen3_moe
 from star_elastic.families.base import Config, Family
 from star_elastic.layout import Layout
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (nemotron_h.FAMILY,)}
+_FILES = (nemotron_h, llama, qwen3, qwen3_moe, mixtral, granitemoehybrid)
+
+FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 
 __all__ = ["FAMILIES", "Config", "Family", "family_of", "layout_of"]
 

@@ -37,7 +37,7 @@ class Family:
     name: str
     layout: Callable[[Config], Layout]
     config_edits: ConfigEdits
-    json_fields: Callable[[Config], dict[str, Any]]
+    json_fields: Callable[[Config], dict[str, Any]] = lambda config: {}
 
     def child_config(self, config: Config, widths: Mapping[str, int], layers: Sequence[int] | None) -> dict[str, Any]:
         """The config.json of a nested model: the parent's with edits; ``auto_map`` goes, since native classes load it."""

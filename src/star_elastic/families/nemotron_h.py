@@ -13,7 +13,9 @@ from typing import Any
 
 from star_elastic.axes import Axis, Rule
 from star_elastic.errors import CheckpointError
-from star_elastic.families.base import ITEMSIZE, Config, Family, Table, aligned, divides, positive
+from star_elastic.families import parts
+from star_elastic.families.base import ITEMSIZE, Config, Family, Table, divides, positive
+from star_elastic.families.parts import FP8_ONLY, QUANTIZED
 from star_elastic.layout import Layout, Norm, Router, Row, State, Tap, Unit
 
 MAMBA, ATTENTION, MOE, MLP = "linear_attention", "full_attention", "moe", "mlp"
@@ -68,9 +70,6 @@ FIELDS = {
     "ffn": "intermediate_size",
 }
 
-QUANTIZED = frozenset({"fp8", "nvfp4"})
-FP8_ONLY = frozenset({"fp8"})
-
 
 def normalise(config: Config) -> dict[str, Any]:
     """Fill in defaults and older spellings, check every size, and give each layer's kind in ``layers_block_type``."""
@@ -107,26 +106,17 @@ def layer_kinds(config: Config) -> list[str]:
 def read_axes(config: Config) -> dict[str, Axis]:
     """The axes of a model: only those that its kinds of layer have."""
     kinds = set(config["layers_block_type"])
-    rows = aligned(config, "hidden", "ffn", "expert_ffn", "shared_ffn", "mamba_head_dim")
-
-    def axis(name: str, *rules: Rule, groups: int = 1, scope: str = "layer") -> Axis:
-        own = (rows[name],) if name in rows else ()
-        return Axis(name, config[FIELDS[name]], groups, rules + own, scope)
-
-    def grouped(name: str, groups: int, what: str) -> Axis:
-        return axis(name, Rule(f"{name} are cut equally inside each of {groups} {what}", groups, groups), groups=groups)
-
-    axes = [axis("hidden", scope="model")]
+    make = parts.AxisMaker(config, FIELDS)
+    axes = [make.axis("hidden", scope="model")]
     if ATTENTION in kinds:
-        axes.append(grouped("heads", config["num_key_value_heads"], "KV groups"))
+        axes.append(make.heads())
     if MAMBA in kinds:
-        axes += [grouped("mamba_heads", config["n_groups"], "SSM groups"), axis("mamba_head_dim")]
+        axes += [make.grouped("mamba_heads", config["n_groups"], "SSM groups"), make.axis("mamba_head_dim")]
     if MOE in kinds:
-        axes += [expert_axis(config), axis("expert_ffn"), axis("shared_ffn")]
+        axes += [expert_axis(config), make.axis("expert_ffn"), make.axis("shared_ffn")]
     if MLP in kinds:
-        axes.append(axis("ffn"))
-    axes.append(Axis("depth", len(config["layers_block_type"]), scope="model"))
-    return {a.name: a for a in axes}
+        axes.append(make.axis("ffn"))
+    return parts.named(axes, len(config["layers_block_type"]))
 
 
 def expert_axis(config: Config) -> Axis:
@@ -138,37 +128,6 @@ def expert_axis(config: Config) -> Axis:
         Rule(f"top-{top_k} of {open_groups} open groups needs {per_group} experts a group", 1, per_group * groups),
     )
     return Axis("experts", config["n_routed_experts"], groups, rules if groups > 1 else rules[1:])
-
-
-def mamba_rows(table: Table, config: Config, formats: frozenset[str]) -> list[Row]:
-    """Mamba-2 mixer. Masks act on x before the gated norm: on its rows of in_proj and its lanes of the conv bias."""
-    inner, masked = "mamba_heads*mamba_head_dim", "mamba_heads!*mamba_head_dim!"
-    in_rows = f"{inner} + {masked} + groups*state + groups*state + mamba_heads"
-    biases = (
-        [table.row("mixer.in_proj.bias", in_rows), table.row("mixer.out_proj.bias", "hidden!")]
-        if config["use_bias"]
-        else []
-    )
-    conv_bias = table.row("mixer.conv1d.bias", f"{masked} + groups*state + groups*state")
-    return [
-        table.row("mixer.in_proj.weight", f"{in_rows}, hidden", formats=formats),
-        table.row("mixer.conv1d.weight", f"{inner} + groups*state + groups*state, 1, kernel"),
-        *([conv_bias] if config["use_conv_bias"] else []),
-        *(table.row(f"mixer.{name}", "mamba_heads") for name in ("A_log", "D", "dt_bias")),
-        table.row("mixer.norm.weight", inner, norm=Norm(groups=config["n_groups"], fused_in="mixer")),
-        table.row("mixer.out_proj.weight", f"hidden!, {inner}", formats=formats),
-        *biases,
-    ]
-
-
-def attention_rows(table: Table) -> list[Row]:
-    """Attention: heads are masked at the columns of o_proj (a masked query would still attend, uniformly)."""
-    return [
-        table.row("mixer.q_proj.weight", "heads*head_dim, hidden", formats=FP8_ONLY),
-        table.row("mixer.k_proj.weight", "kv*head_dim, hidden", formats=FP8_ONLY),
-        table.row("mixer.v_proj.weight", "kv*head_dim, hidden", formats=FP8_ONLY),
-        table.row("mixer.o_proj.weight", "hidden!, heads!*head_dim", formats=FP8_ONLY),
-    ]
 
 
 def mlp_rows(table: Table, config: Config, prefix: str, axis: str) -> list[Row]:
@@ -224,18 +183,19 @@ def layer_unit(table: Table, config: Config, number: int) -> Unit:
     if kind == MAMBA:
         # NVFP4 spares the Mamba layers that neighbour attention, as the published checkpoints do.
         beside_attention = ATTENTION in kinds[max(0, number - 1) : number + 2]
-        rows = mamba_rows(table, config, FP8_ONLY if beside_attention else QUANTIZED)
-        states = mamba_states(table, config)
+        formats = FP8_ONLY if beside_attention else QUANTIZED
+        biases = {"bias": config["use_bias"], "conv_bias": config["use_conv_bias"]}
+        rows = parts.mamba_rows(table, "mixer", config["n_groups"], formats, **biases)
+        taps += parts.mamba_taps("mixer")
+        states = parts.mamba_states(table, ITEMSIZE.get(config["mamba_ssm_cache_dtype"], 4))
     elif kind == ATTENTION:
-        rows = attention_rows(table)
-        states = [State("kv", table.row("kv", "2, kv, head_dim").dims, per_token=True)]
+        rows = parts.attention_rows(table, "mixer", FP8_ONLY)
+        taps += parts.attention_taps("mixer")
+        states = [parts.kv_state(table)]
     elif kind == MOE:
         rows = moe_rows(table, config)
         router = Router("mixer.gate", "sigmoid_bias")
-        taps += [
-            Tap("expert_ffn", "mixer.experts", "experts"),
-            Tap("shared_ffn", "mixer.shared_experts.down_proj", "input"),
-        ]
+        taps += [*parts.expert_taps("mixer.experts"), Tap("shared_ffn", "mixer.shared_experts.down_proj", "input")]
     else:
         rows = mlp_rows(table, config, "mixer", "ffn")
         taps += [Tap("ffn", "mixer.down_proj", "input")]
@@ -251,14 +211,6 @@ def layer_unit(table: Table, config: Config, number: int) -> Unit:
     )
 
 
-def mamba_states(table: Table, config: Config) -> list[State]:
-    """Caches of a Mamba-2 layer: the last inputs of the convolution, and the SSM state."""
-    conv = table.row("conv", "mamba_heads*mamba_head_dim + groups*state + groups*state, kernel").dims
-    ssm = table.row("ssm", "mamba_heads, mamba_head_dim, state").dims
-    cache_dtype = ITEMSIZE.get(config["mamba_ssm_cache_dtype"], 4)
-    return [State("conv", conv, per_token=False), State("ssm", ssm, per_token=False, itemsize=cache_dtype)]
-
-
 def layout(config: Config) -> Layout:
     """The table of a NemotronH model.
 
@@ -268,12 +220,10 @@ def layout(config: Config) -> Layout:
     config = normalise(config)
     axes = read_axes(config)
     constants = {
-        "vocab": config["vocab_size"],
+        **parts.common_constants(config),
         "groups": config["n_groups"],
         "state": config["ssm_state_size"],
         "kernel": config["conv_kernel"],
-        "kv": config["num_key_value_heads"],
-        "head_dim": config["head_dim"],
         "latent": config["moe_latent_size"] or 0,
     }
     table = Table(axes, constants)

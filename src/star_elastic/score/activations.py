@@ -1,108 +1,107 @@
-"""Activation importance: how large each channel's activations are on calibration data. Forward passes only.
-
-Aggregation follows Model-Optimizer's Minitron implementation: per sample the mean over real tokens of |activation|, then the
-root of the sum of squares over samples. Sums run in fp64, which costs little because they shrink at once from tokens to
-samples. Padding is masked out *before* it is summed, so that even a NaN on a padding position cannot leak into a score.
+"""Listening to a model on calibration data: one forward pass gives every width axis, the experts, and the layers' cosines.
 
 Where to listen is read from the table (``Unit.taps``): the input or output of a module, or inside fused experts, which are one
-module without parts and therefore run, while we listen, in a written-out form of the same function.
+module without parts and therefore run, while we listen, in a written-out form of the same function. Several axes may be read
+from the same channels (Mamba heads, and the channels of a head); these are heard once.
+
+Padding is masked out *before* it is summed, so that even a NaN on a padding position cannot leak into a score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from star_elastic.errors import CheckpointError, DataError
+from star_elastic.errors import CheckpointError
 from star_elastic.layout import Layout, Tap, Unit
-from star_elastic.orders import axis_key
-from star_elastic.score.experts import FusedExperts
+from star_elastic.score.experts import ExpertSums, FusedExperts
+from star_elastic.score.methods import ScoreOptions
+from star_elastic.score.spots import Spot, expert_channel_axes, expert_count, spot_of
+from star_elastic.score.sums import ChannelSums, CosineSums, Sums
 
-
-class ChannelSums:
-    """Importance of the channels seen at one tap, gathered batch by batch.
-
-    Args:
-        place: the module listened to, named in errors.
-    """
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-        self.squares: Tensor | None = None  # (C,) sum over samples of the squared mean
-        self.tokens = 0
-        self._sums: Tensor | None = None  # (B, C) of the batch in progress
-        self._counts: Tensor | None = None  # (B,)
-
-    def add(self, sums: Tensor, counts: Tensor) -> None:
-        """Add sums of |activation| (B, C) over ``counts`` (B,) tokens of each sample in the batch."""
-        self._sums = sums if self._sums is None else self._sums + sums
-        self._counts = counts if self._counts is None else self._counts + counts
-
-    def finish_batch(self) -> None:
-        """Close the batch: turn sums into means, and square them into the total.
-
-        Raises:
-            CheckpointError: an activation was NaN or infinite.
-        """
-        if self._sums is None or self._counts is None:
-            return
-        if not bool(torch.isfinite(self._sums).all()):
-            raise CheckpointError(f"activations of {self.place} hold NaN or infinity, so nothing can be ranked")
-        means = self._sums / self._counts.clamp(min=1).unsqueeze(1)
-        squares = means.square().sum(0).cpu()
-        self.squares = squares if self.squares is None else self.squares + squares
-        self.tokens += int(self._counts.sum())
-        self._sums = self._counts = None
-
-    def importance(self) -> Tensor:
-        """Root of the sum of squares over samples, fp64 (C,).
-
-        Raises:
-            DataError: no token ever came by; zero would be a false score.
-        """
-        if self.squares is None or self.tokens == 0:
-            raise DataError(f"no calibration token reached {self.place}, so its channels cannot be ranked: give more data")
-        return self.squares.sqrt()
+S = TypeVar("S", bound=Sums)
 
 
 @dataclass
 class Recorder:
-    """Listens at every tap of a model and keeps one ``ChannelSums`` for each axis and layer.
+    """Listens to a model and keeps sums for each place.
 
     Attributes:
-        sums: by (axis, layer).
-        expert_tokens: by layer, how many real (token, choice) pairs each expert served, (E,).
+        channels: by ``Spot.key``; or by module for all routed experts of a layer together, and by module and number for each.
+        experts: by layer.
+        cosines: by layer.
+        gathered: all of them.
     """
 
     layout: Layout
-    sums: dict[tuple[str, int], ChannelSums] = field(default_factory=dict)
-    expert_tokens: dict[int, Tensor] = field(default_factory=dict)
+    options: ScoreOptions = field(default_factory=ScoreOptions)
+    channels: dict[str, ChannelSums] = field(default_factory=dict)
+    experts: dict[int, ExpertSums] = field(default_factory=dict)
+    cosines: dict[int, CosineSums] = field(default_factory=dict)
+    gathered: dict[str, Sums] = field(default_factory=dict)
     _mask: Tensor | None = None
+    _padded: bool = True
+    _heard: dict[int, Sums] = field(default_factory=dict)  # of the batch in progress, in the order of hearing
+
+    def __post_init__(self) -> None:
+        for unit in self.layout.units:
+            if unit.layer is None:
+                continue
+            for tap in self._taps(unit):
+                if tap.side == "experts":
+                    self._expect_experts(unit, unit.layer, tap)
+                else:
+                    self._expect_channels(spot_of(unit, tap).key, f"{unit.module}.{tap.module}")
+            if self.options.method("depth") == "cosine":
+                self.cosines[unit.layer] = self.gathered[f"{unit.module}:cosine"] = CosineSums(unit.module)
+
+    def _expect_channels(self, key: str, place: str) -> None:
+        if key not in self.channels:
+            self.channels[key] = self.gathered[key] = ChannelSums(place)
+
+    def _expect_experts(self, unit: Unit, layer: int, tap: Tap) -> None:
+        place, count = f"{unit.module}.{tap.module}", expert_count(unit)
+        if layer not in self.experts:
+            self.experts[layer] = self.gathered[f"{place}:experts"] = ExpertSums(place, count)
+        if tap.axis in expert_channel_axes(unit):
+            self._expect_channels(place, place)
+            for expert in range(count) if self.options.per_expert else ():
+                self._expect_channels(f"{place}.{expert}", f"expert {expert} of {place}")
 
     @contextmanager
-    def listening(self, model: nn.Module) -> Iterator[None]:
-        """Attach to every tap for the duration of the block; the model is as before afterwards, also on errors."""
+    def listening(self, model: nn.Module, units: Iterable[Unit] | None = None) -> Iterator[None]:
+        """Attach to ``units`` (default: all) for the duration of the block; the model is as before afterwards, also on errors."""
         with ExitStack() as stack:
-            for unit in self.layout.units:
-                for tap in unit.taps:
-                    assert unit.layer is not None
-                    module = model.get_submodule(f"{unit.module}.{tap.module}")
-                    sums = self.sums.setdefault((tap.axis, unit.layer), ChannelSums(f"{unit.module}.{tap.module}"))
-                    stack.enter_context(_attached(module, self._listener(unit, tap, module, sums)))
+            for unit in self.layout.units if units is None else units:
+                if unit.layer is None:
+                    continue
+                for path, listener in self._listeners(unit, model):
+                    stack.enter_context(_attached(model.get_submodule(path), listener))
             yield
 
     @contextmanager
     def batch(self, mask: Tensor) -> Iterator[None]:
-        """Run one forward pass inside this block. ``mask`` (B, T) is true on real tokens."""
+        """Run one forward pass inside this block. ``mask`` (B, T) is true on real tokens.
+
+        Raises:
+            CheckpointError: NaN or infinite activations; names the first module that had them.
+        """
         self._mask = mask.bool()
+        self._padded, self._heard = not bool(self._mask.all()), {}
         try:
             yield
-            for sums in self.sums.values():
+            heard = list(self._heard.values())
+            for sums in heard:
                 sums.finish_batch()
+            fine = torch.stack([sums.finite().to(mask.device) for sums in heard]).tolist() if heard else []
+            if not all(fine):
+                place = heard[fine.index(False)].place
+                raise CheckpointError(f"activations of {place} hold NaN or infinity, so nothing can be ranked")
         finally:
             self._mask = None
 
@@ -112,35 +111,82 @@ class Recorder:
         assert self._mask is not None, "a forward pass outside Recorder.batch"
         return self._mask
 
-    def _listener(self, unit: Unit, tap: Tap, module: nn.Module, sums: ChannelSums) -> Listener:
-        if tap.side == "experts":
-            assert unit.layer is not None
-            return self._experts_listener(unit, tap, unit.layer, module, sums)
+    def _silence(self, activation: Tensor, real: Tensor) -> Tensor:
+        """Zero where a token (...) of the activation (..., C) is not real; a batch without padding is not copied."""
+        return activation.masked_fill(~real.unsqueeze(-1), 0) if self._padded else activation
 
-        def hear(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | None = None) -> None:
+    def _open(self, sums: S) -> S:
+        """The same sums, noted as heard in this batch."""
+        self._heard.setdefault(id(sums), sums)
+        return sums
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything gathered so far, by place and name."""
+        return {f"{key}/{name}": tensor for key, sums in self.gathered.items() for name, tensor in sums.state().items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from an earlier ``state``, exactly."""
+        by_key: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in state.items():
+            key, _, leaf = name.rpartition("/")
+            by_key.setdefault(key, {})[leaf] = tensor
+        for key, saved in by_key.items():
+            self.gathered[key].restore(saved)
+
+    def _taps(self, unit: Unit) -> list[Tap]:
+        """Taps whose axis is ranked by what is heard there."""
+        heard = {"activation", "reap", "frequency"}
+        return [tap for tap in unit.taps if self.options.method(tap.axis) in heard]
+
+    def _listeners(self, unit: Unit, model: nn.Module) -> Iterator[tuple[str, Listener]]:
+        assert unit.layer is not None
+        taps = self._taps(unit)
+        for spot in dict.fromkeys(spot_of(unit, tap) for tap in taps if tap.side != "experts"):
+            yield spot.module, self._channel_listener(spot)
+        for path in dict.fromkeys(f"{unit.module}.{tap.module}" for tap in taps if tap.side == "experts"):
+            experts = FusedExperts.of(unit, path.removeprefix(f"{unit.module}."), model.get_submodule(path))
+            yield path, self._experts_listener(experts, unit.layer, path)
+        if unit.layer in self.cosines:
+            yield unit.module, self._cosine_listener(self.cosines[unit.layer])
+
+    def _channel_listener(self, spot: Spot) -> Listener:
+        sums = self.channels[spot.key]
+
+        def hear(_module: nn.Module, inputs: tuple[Tensor, ...], _named: dict[str, Any], output: Any = None) -> None:
             activation = (inputs[0] if output is None else output).detach()  # (B, T, C)
-            silenced = activation.abs().masked_fill(~self.mask.unsqueeze(-1), 0)
-            sums.add(silenced.sum(1, dtype=torch.float64), self.mask.sum(1))
+            part = activation.narrow(-1, spot.start, spot.segment.size)
+            silenced = self._silence(part.abs(), self.mask)
+            self._open(sums).add(silenced.sum(1, dtype=torch.float64), self.mask.sum(1))
 
-        return Listener(before=hear) if tap.side == "input" else Listener(after=hear)
+        return Listener(before=hear) if spot.side == "input" else Listener(after=hear)
 
-    def _experts_listener(self, unit: Unit, tap: Tap, layer: int, module: nn.Module, sums: ChannelSums) -> Listener:
-        experts = FusedExperts.of(unit, tap, module)
-        served = self.expert_tokens.setdefault(layer, torch.zeros(experts.count, dtype=torch.int64))
+    def _experts_listener(self, experts: FusedExperts, layer: int, path: str) -> Listener:
+        served, shared = self.experts[layer], self.channels.get(path)
 
-        def hear(expert: int, token: Tensor, inner: Tensor) -> None:
+        def hear(expert: int, token: Tensor, gate: Tensor, inner: Tensor, answer: Tensor) -> None:
             batch, length = self.mask.shape
-            real = self.mask.reshape(-1)[token]  # (S,)
-            sample = (token // length)[real]
-            per_sample = inner.new_zeros(batch, inner.shape[1], dtype=torch.float64)
-            per_sample.index_add_(0, sample, inner[real].abs().double())
-            sums.add(per_sample, torch.bincount(sample, minlength=batch))
-            served[expert] += int(real.sum())
+            real, sample = self.mask.reshape(-1)[token], token // length  # (S,)
+            self._open(served).add(expert, real, gate, answer)
+            if shared is None:
+                return
+            silenced = self._silence(inner.abs(), real)
+            per_sample = inner.new_zeros(batch, inner.shape[1], dtype=torch.float64).index_add_(0, sample, silenced.double())
+            counts = torch.zeros(batch, dtype=torch.int64, device=token.device).index_add_(0, sample, real.long())
+            self._open(shared).add(per_sample, counts)
+            if self.options.per_expert:
+                self._open(self.channels[f"{path}.{expert}"]).add(per_sample, counts)
 
-        def run(hidden: Tensor, choice: Tensor, weight: Tensor) -> Tensor:
-            return experts.run(hidden, choice, weight, hear)
+        def run(hidden: Tensor, choice: Tensor, gates: Tensor) -> Tensor:
+            return experts.run(hidden, choice, gates, hear)
 
         return Listener(instead=run)
+
+    def _cosine_listener(self, sums: CosineSums) -> Listener:
+        def hear(_module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any], output: Any) -> None:
+            before = inputs[0] if inputs else named["hidden_states"]
+            self._open(sums).add(before, output[0] if isinstance(output, tuple) else output, self.mask)
+
+        return Listener(after=hear)
 
 
 @dataclass(frozen=True)
@@ -156,9 +202,9 @@ class Listener:
 def _attached(module: nn.Module, listener: Listener) -> Iterator[None]:
     handles = []
     if listener.before:
-        handles.append(module.register_forward_pre_hook(listener.before))
+        handles.append(module.register_forward_pre_hook(listener.before, with_kwargs=True))
     if listener.after:
-        handles.append(module.register_forward_hook(listener.after))
+        handles.append(module.register_forward_hook(listener.after, with_kwargs=True))
     if listener.instead:
         module.forward = listener.instead
     try:
@@ -168,19 +214,3 @@ def _attached(module: nn.Module, listener: Listener) -> Iterator[None]:
             handle.remove()
         if listener.instead:
             del module.forward  # the class's own shows again
-
-
-def collect(recorder: Recorder) -> dict[str, Tensor]:
-    """Scores by key, fp32: an axis with one order for the whole model is summed over layers, others are kept per layer.
-
-    Keys are ``hidden`` and ``layers.{i}.{axis}``.
-
-    Raises:
-        DataError: a tap saw no token.
-    """
-    scores: dict[str, Tensor] = {}
-    for (axis, layer), sums in recorder.sums.items():
-        key = axis_key(recorder.layout.axes[axis], layer)
-        importance = sums.importance()
-        scores[key] = scores[key] + importance if key in scores else importance
-    return {key: score.float() for key, score in scores.items()}

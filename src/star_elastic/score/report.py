@@ -1,4 +1,4 @@
-"""What scoring found, for people and for files: the share of importance that a cut keeps, and which experts stayed idle."""
+"""What scoring found, for people and for files: what cuts would keep, the order of layers, and which experts stayed idle."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from star_elastic.axes import Axis
 from star_elastic.layout import Layout
+from star_elastic.score.curve import axis_of
+from star_elastic.score.methods import IDLE_RULE
+from star_elastic.score.probe import ProbeReport
 from star_elastic.units import format_count
-
-FRACTIONS = (0.75, 0.5)
-"""Parts of the parent's width at which the kept share is shown."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,12 @@ class ScoreReport:
         out: the folder written.
         tokens: real tokens read, over all samples.
         samples: sequences read.
-        kept: for each key of ``scores.safetensors``, width -> share of the summed importance that its best channels hold.
+        kept: for each key of ``scores.safetensors``, width -> share of the summed importance that its best members hold.
         idle_experts: by layer, the experts that no calibration token reached.
+        depth_order: layers from most to least important; None where depth was not ranked.
+        depth_errors: by number of layers kept, the normalised squared change of the logits; only from iterative removal.
         facts: everything else that ``scores.json`` records.
+        probe: held-out loss of one-shot cuts, where it was asked for; it goes to ``probe.json``.
     """
 
     out: Path
@@ -37,7 +38,10 @@ class ScoreReport:
     samples: int
     kept: dict[str, dict[int, float]]
     idle_experts: dict[int, list[int]]
+    depth_order: tuple[int, ...] | None
+    depth_errors: dict[int, float]
     facts: dict[str, Any]
+    probe: ProbeReport | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The content of ``scores.json``."""
@@ -46,44 +50,58 @@ class ScoreReport:
             "tokens": self.tokens,
             "samples": self.samples,
             "kept": {key: {str(width): share for width, share in shares.items()} for key, shares in self.kept.items()},
+            "depth_order": None if self.depth_order is None else list(self.depth_order),
+            "depth_errors": {str(kept): error for kept, error in self.depth_errors.items()},
             "idle_experts": {str(layer): experts for layer, experts in self.idle_experts.items()},
+            **({"idle_rule": IDLE_RULE} if self.idle_experts else {}),
         }
 
 
-def axis_of(key: str, layout: Layout) -> Axis:
-    """The axis that a key of ``scores.safetensors`` ranks: ``hidden``, ``layers.3.expert_ffn``."""
-    return layout.axes[key.rsplit(".", 1)[-1]]
-
-
-def kept_shares(scores: Mapping[str, Tensor], layout: Layout) -> dict[str, dict[int, float]]:
-    """For each key, the share of its summed importance held by the best channels, at legal widths near ``FRACTIONS``."""
-    return {key: _shares(score, axis_of(key, layout)) for key, score in scores.items()}
-
-
-def _shares(score: Tensor, axis: Axis) -> dict[int, float]:
-    best_first = score.double().sort(descending=True).values
-    total = float(best_first.sum())
-    widths = (axis.at_most(fraction * axis.size) for fraction in FRACTIONS)
-    return {width: float(best_first[:width].sum()) / total if total else 1.0 for width in widths}
-
-
 def print_report(report: ScoreReport, layout: Layout, console: Console) -> None:
-    """Print one line per axis, the mean over its layers and the layer that loses most, and any idle experts."""
-    table = Table(title=f"importance from {format_count(report.tokens)} tokens in {report.samples} samples")
+    """Print the redundancy curve of each axis, the order of layers, and any idle experts."""
+    console.print(_curve_table(report, layout))
+    for line in (*_depth_lines(report), *_idle_lines(report)):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print(f"wrote {report.out}: {len(report.kept)} orders", soft_wrap=True, highlight=False)
+
+
+def _curve_table(report: ScoreReport, layout: Layout) -> Table:
+    """One line per axis and width: the mean over its layers, and the layer that loses most."""
+    table = Table(title=f"importance kept, from {format_count(report.tokens)} tokens in {report.samples} samples")
     table.add_column("axis")
     table.add_column("width", justify="right")
+    table.add_column("of", justify="right")
     table.add_column("share kept", justify="right")
-    table.add_column("least kept", justify="right")
-    for name in layout.width_axes:
+    table.add_column("least kept")
+    for name, axis in layout.axes.items():
         keys = [key for key in report.kept if axis_of(key, layout).name == name]
-        widths = report.kept[keys[0]] if keys else {}
-        for width in widths:
+        for width in report.kept[keys[0]] if keys else ():
             shares = {key: report.kept[key][width] for key in keys}
-            worst = min(shares, key=lambda key: shares[key])
-            where = f"{shares[worst]:.1%} ({worst.rsplit('.', 1)[0]})" if len(keys) > 1 else ""
-            table.add_row(name, f"{width} of {layout.axes[name].size}", f"{sum(shares.values()) / len(shares):.1%}", where)
-    console.print(table)
-    for layer, experts in report.idle_experts.items():
-        note = f"note: no calibration token reached experts {experts} of layer {layer}; they had no say in its order"
-        console.print(note, soft_wrap=True, highlight=False)
-    console.print(f"wrote {report.out}: {len(report.kept)} orders", soft_wrap=True, highlight=False)
+            mean = sum(shares.values()) / len(shares)
+            first = width == next(iter(report.kept[keys[0]]))
+            table.add_row(name if first else "", str(width), str(axis.size), f"{mean:.1%}", _least(shares))
+        if keys:
+            table.add_section()
+    return table
+
+
+def _least(shares: Mapping[str, float]) -> str:
+    worst = min(shares, key=lambda key: shares[key])
+    return f"{shares[worst]:.1%} ({worst.rsplit('.', 1)[0]})" if len(shares) > 1 else ""
+
+
+def _depth_lines(report: ScoreReport) -> list[str]:
+    if report.depth_order is None:
+        return []
+    lines = [f"layers, most important first: {', '.join(map(str, report.depth_order))}"]
+    if report.depth_errors:
+        errors = ", ".join(f"{kept}: {error:.3g}" for kept, error in report.depth_errors.items())
+        lines.append(f"relative squared change of the logits by layers kept: {errors}")
+    return lines
+
+
+def _idle_lines(report: ScoreReport) -> list[str]:
+    return [
+        f"note: no calibration token reached experts {experts} of layer {layer}; they rank last, by their router weights"
+        for layer, experts in report.idle_experts.items()
+    ]

@@ -1,86 +1,34 @@
-"""Scoring a model folder: check, load, one forward pass over the calibration data, write."""
+"""Scoring a model folder: check, load, measure, write."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors.torch import save_file
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from star_elastic.checkpoint import Checkpoint, check_target, target_folder
+from star_elastic.checkpoint import Checkpoint, check_target, weights_sha256
 from star_elastic.errors import DataError
 from star_elastic.layout import Layout
-from star_elastic.loading import check_tokens, choose_device, choose_dtype, load_model
-from star_elastic.orders import SCORES_FACTS, SCORES_FILE
-from star_elastic.progress import progress_bar
+from star_elastic.loading import check_tokenizer, check_tokens, choose_device, choose_dtype, load_model
 from star_elastic.rewrite import locate
-from star_elastic.score.activations import Recorder, collect
-from star_elastic.score.report import ScoreReport, kept_shares, print_report
+from star_elastic.score.files import make_report, meanings, write_scores
+from star_elastic.score.layerwise import Waiting, layerwise_options, score_layerwise
+from star_elastic.score.measure import Scores, score_model
+from star_elastic.score.methods import ScoreOptions, parse_curve_widths
+from star_elastic.score.probe import ProbeOptions, ProbeReport, probe_rows, probe_scores
+from star_elastic.score.probe_report import print_probe
+from star_elastic.score.report import ScoreReport, print_report
+from star_elastic.score.state import RunState
 from star_elastic.submodel import open_elastic
-from star_elastic.version import VERSION
+from star_elastic.train.data import Calibration, calibration_batches
+from star_elastic.train.documents import load_tokenizer
+from star_elastic.train.packing import Packing
 
-FACTS_VERSION = 1
-METHOD = "per sample the mean over real tokens of |activation|; over samples the root of the sum of squares"
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Importance of every member of every scored axis.
-
-    Attributes:
-        tensors: by key, ``hidden`` or ``layers.{i}.{axis}``; fp32, one number per member.
-        idle_experts: by layer, the experts that no token reached.
-        samples: rows with at least one real token.
-        tokens: real tokens.
-    """
-
-    tensors: dict[str, Tensor]
-    idle_experts: dict[int, list[int]]
-    samples: int
-    tokens: int
-
-
-def score_model(model: PreTrainedModel, layout: Layout, batches: Iterable[dict[str, Tensor]]) -> Scores:
-    """Score a transformers causal LM in memory; its mode is restored afterwards.
-
-    Args:
-        model: with the structure that ``layout`` describes.
-        layout: the model's table, which says where to listen.
-        batches: each with ``input_ids`` and, where there is padding on either side, ``attention_mask``, (B, T).
-
-    Raises:
-        DataError: no real token, or none that reached some layer.
-        CheckpointError: NaN or infinite activations; names the module.
-    """
-    recorder = Recorder(layout)
-    device = next(model.parameters()).device
-    body = model.base_model  # without the head: no [B, T, V] logits
-    was_training = model.training
-    model.eval()
-    samples = tokens = 0
-    try:
-        with torch.inference_mode(), recorder.listening(model):
-            for batch in batches:
-                ids = batch["input_ids"].to(device)
-                mask = batch.get("attention_mask", torch.ones_like(ids)).to(device)
-                with recorder.batch(mask):
-                    body(input_ids=ids, attention_mask=mask, use_cache=False)
-                samples += int(mask.any(1).sum())
-                tokens += int(mask.sum())
-    finally:
-        model.train(was_training)
-    if tokens == 0:
-        layers = [unit.module for unit in layout.units if unit.taps]
-        raise DataError(f"the calibration data holds no real token, so {layers[0]} to {layers[-1]} cannot be scored")
-    idle = {layer: [e for e, n in enumerate(served) if n == 0] for layer, served in recorder.expert_tokens.items()}
-    return Scores(collect(recorder), {layer: experts for layer, experts in idle.items() if experts}, samples, tokens)
+DEFAULT_LENGTH = 8192
 
 
 def score_parent(
@@ -89,87 +37,174 @@ def score_parent(
     data: Any,
     *,
     samples: int = 1024,
-    seq_len: int = 8192,
+    seq_len: int | None = None,
     batch_size: int = 1,
+    packing: Packing = "cross",
+    methods: Mapping[str, str] | None = None,
+    kept: Mapping[str, int] | None = None,
+    per_expert: bool = False,
+    depth_samples: int = 16,
+    widths: Sequence[str] = (),
+    probe: ProbeOptions | None = None,
+    layerwise: Waiting | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    save_every: int = 64,
     device: str = "auto",
     dtype: str = "auto",
     progress: bool = True,
 ) -> ScoreReport:
-    """Rank the channels of ``hidden``, ``ffn``, ``expert_ffn`` and ``shared_ffn`` by their activations on calibration data.
+    """Rank the members of every axis on calibration data, and say what cuts would keep.
 
-    Writes a folder with ``scores.safetensors`` (fp32; keys ``hidden`` and ``layers.{i}.{axis}``) and ``scores.json``.
+    Writes a folder with ``scores.safetensors`` (fp32, one number per member) and ``scores.json``. Everything that can be checked
+    without weights is checked before they are loaded.
 
     Args:
         parent: the model folder, with its tokenizer.
-        out: the folder to make.
+        out: the folder to make. A long run leaves ``OUT.run`` beside it until it has finished.
         data: what ``train.data.calibration_batches`` takes: a text, JSON-lines or parquet file, a folder, a hub name, a mixture.
         samples: rows to read at most.
-        seq_len: tokens per row.
+        seq_len: tokens per row; default: 8,192, or what the model allows where that is less.
         batch_size: rows per forward pass.
+        packing: ``cross`` fills rows with documents one after the other; ``apart`` gives each its own row, padded.
+        methods: by axis, what to rank by; see ``score.methods``.
+        kept: for ``mamba_head_dim``, the channels by which Mamba heads are judged; see ``ScoreOptions``.
+        per_expert: give every routed expert an order of its channels for itself, beside the layer's.
+        depth_samples: rows that iterative removal of layers reads.
+        widths: ``AXIS=N`` or ``AXIS=P%``: further widths at which to show what a cut keeps.
+        probe: measure held-out loss of one-shot cuts as well; those widths and ``widths`` are cut. Adds ``probe.json``, and
+            ``probe.png`` where matplotlib is installed.
+        layerwise: read the model layer by layer, for one that does not fit into memory; hidden states wait in ``memory`` or on
+            ``disk``. Layers are then ranked by cosine. It saves, on disk, after each layer, and not at all in memory.
+        seed: of the order of documents, and of random methods.
+        resume: go on from ``OUT.run`` where it exists; scores are then those of an uninterrupted run, bit for bit.
+        save_every: batches between two saves.
         device: ``auto`` takes a GPU where there is one.
         dtype: ``auto`` keeps the stored one.
-        progress: show a progress bar and a table of what cuts would keep.
+        progress: show progress bars, and at the end a table.
 
     Raises:
-        CheckpointError: the parent is missing or damaged, or its activations are not finite.
-        TargetError: ``out`` is not empty or lies inside the parent.
-        DataError: the data cannot be read, holds no token, or one outside the vocabulary.
+        CheckpointError: the parent is missing or damaged, its activations are not finite, or ``OUT.run`` is of another run.
+        TargetError: ``out`` is not empty or lies inside the parent, or ``OUT.run`` exists and ``resume`` is not given.
+        DataError: the data cannot be read or holds no token; rows exceed the model's positions; the tokenizer is another model's.
+        UnknownNameError, WidthError, RequestError: see ``ScoreOptions.check`` and ``parse_curve_widths``.
 
     Example:
         >>> report = score_parent("parent", "scores", "calibration.jsonl", samples=64, seq_len=512)
         >>> report.kept["hidden"]
-        {48: 0.81, 32: 0.59}
+        {56: 0.93, 48: 0.81, 32: 0.59, 16: 0.34}
     """
-    from star_elastic.train.data import calibration_batches
-    from star_elastic.train.documents import load_tokenizer
-
-    _, layout, _ = open_elastic(parent)
-    locate(layout, Checkpoint.open(parent))
+    config, layout, _ = open_elastic(parent)
+    options = ScoreOptions(methods or {}, kept or {}, per_expert, depth_samples, seed)
+    if layerwise:
+        options = layerwise_options(options, probe=probe is not None)
+    options.check(layout)
+    shown = parse_curve_widths(widths, layout)
+    length = row_length(config, seq_len)
+    checkpoint = Checkpoint.open(parent)
+    locate(layout, checkpoint)
     check_target(out, parent)
     where, kind = choose_device(device), choose_dtype(dtype)
-    calibration = calibration_batches(
-        data, load_tokenizer(parent), samples=samples, seq_len=seq_len, batch_size=batch_size
-    )
+    rows: dict[str, Any] = {"seq_len": length, "batch_size": batch_size, "packing": packing, "seed": seed}
+    tokenizer = load_tokenizer(parent)
+    check_tokenizer(tokenizer, layout)
+    calibration = calibration_batches(data, tokenizer, samples=samples, **rows)
     for batch in calibration.batches:
         check_tokens(batch["input_ids"], layout)
-    model = load_model(parent, device=where, dtype=kind)
-    with progress_bar("scoring", calibration.tokens, "tokens", shown=progress) as advance:
-        scores = score_model(model, layout, _counted(calibration.batches, advance))
-    report = ScoreReport(
-        out=Path(out),
-        tokens=scores.tokens,
-        samples=scores.samples,
-        kept=kept_shares(scores.tensors, layout),
-        idle_experts=scores.idle_experts,
-        facts={
-            "format_version": FACTS_VERSION,
-            "method": METHOD,
-            "keys": sorted(scores.tensors),
-            "seq_len": seq_len,
-            "data": str(data),
-            "data_sha256": calibration.sha256,
-            "parent": str(parent),
-            "parent_fingerprint": layout.fingerprint,
-            "device": str(where),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "star_elastic": VERSION,
-        },
-    )
-    write_scores(out, parent, scores.tensors, report)
+    held_out = None
+    if probe is not None:
+        probe, held_out = prepare_probe(probe, data, shown, calibration, tokenizer, layout, rows)
+    identity = {
+        **identify(checkpoint, layout, calibration, options),
+        "batch_size": batch_size,
+        "device": str(where),
+        "dtype": str(kind).removeprefix("torch."),
+        "layerwise": layerwise,
+    }
+    state = RunState(out, identity, save_every)
+    state.check(resume=resume)
+    job = Job(checkpoint, layout, options, calibration, where, kind, layerwise, state, probe, held_out)
+    scores, used, probed = job.measure(progress)
+    about = {"parent": str(parent), "data": str(data), "seq_len": length, "packing": packing, **identity}
+    about |= {"dtype": str(used).removeprefix("torch."), "meaning": meanings(options, layout)}
+    report = make_report(out, scores, layout, shown, about, probed)
+    write_scores(out, parent, scores, report)
+    state.remove()
     if progress:
         print_report(report, layout, Console())
+        if report.probe is not None:
+            print_probe(report.probe, Console())
     return report
 
 
-def _counted(batches: Iterable[dict[str, Tensor]], advance: Any) -> Iterator[dict[str, Tensor]]:
-    """Pass batches on; each is reported once the next is asked for, that is, when it has been scored."""
-    for batch in batches:
-        yield batch
-        advance(int(batch["attention_mask"].sum()))
+@dataclass(frozen=True)
+class Job:
+    """What there is to measure, checked before any weight is loaded."""
+
+    checkpoint: Checkpoint
+    layout: Layout
+    options: ScoreOptions
+    calibration: Calibration
+    device: torch.device
+    dtype: torch.dtype | str
+    layerwise: Waiting | None
+    state: RunState
+    probe: ProbeOptions | None
+    held_out: Calibration | None
+
+    def measure(self, progress: bool) -> tuple[Scores, torch.dtype, ProbeReport | None]:
+        """Load, score and probe; with the dtype of the weights."""
+        batches = self.calibration.batches
+        where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+        shared: dict[str, Any] = {"state": self.state, "progress": progress}
+        if self.layerwise:
+            waiting = self.layerwise
+            scores, used = score_layerwise(
+                self.checkpoint, self.layout, batches, self.options, waiting=waiting, **where, **shared
+            )
+            return scores, used, None
+        model = load_model(self.checkpoint.folder, **where)
+        scores = score_model(model, self.layout, batches, self.options, **shared)
+        if self.probe is None or self.held_out is None:
+            return scores, model.dtype, None
+        return scores, model.dtype, probe_scores(model, self.layout, scores, self.held_out, self.probe, progress=progress)
 
 
-def write_scores(out: Path | str, parent: Path | str, tensors: dict[str, Tensor], report: ScoreReport) -> None:
-    """Write both files into a new folder, which appears whole or not at all."""
-    with target_folder(out, parent) as folder:
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / SCORES_FILE)
-        (folder / SCORES_FACTS).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+def prepare_probe(
+    probe: ProbeOptions,
+    data: Any,
+    widths: Mapping[str, Sequence[int]],
+    calibration: Calibration,
+    tokenizer: Any,
+    layout: Layout,
+    rows: Mapping[str, Any],
+) -> tuple[ProbeOptions, Calibration]:
+    """A probe with its data and widths filled in, and the rows it measures loss on. Raises as ``ProbeOptions.check``."""
+    probe = replace(probe, data=data, skip=calibration.samples) if probe.data is None else probe
+    probe = replace(probe, widths={**widths, **probe.widths})
+    probe.check(layout)
+    return probe, probe_rows(probe, tokenizer, layout, **rows)
+
+
+def identify(checkpoint: Checkpoint, layout: Layout, calibration: Calibration, options: ScoreOptions) -> dict[str, Any]:
+    """What of a run decides its numbers: model, data and methods."""
+    return {
+        "parent_fingerprint": layout.fingerprint,
+        "weights_sha256": weights_sha256(checkpoint),
+        "data_sha256": calibration.sha256,
+        **options.as_json(layout),
+    }
+
+
+def row_length(config: Mapping[str, Any], wanted: int | None) -> int:
+    """Tokens per row: as wanted, or 8,192, or what the model allows.
+
+    Raises:
+        DataError: more than the model allows.
+    """
+    allowed = config.get("max_position_embeddings")
+    if not isinstance(allowed, int):
+        return wanted or DEFAULT_LENGTH
+    if wanted is not None and wanted > allowed:
+        raise DataError(f"rows of {wanted} tokens are longer than the model's {allowed} positions: --seq-len {allowed} or less")
+    return wanted or min(DEFAULT_LENGTH, allowed)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +147,56 @@ def calibration_batches(
     documents = open_documents(recipe, tokenizer)
     rows = list(_rows_once(documents, recipe, samples, seq_len, seed))
     if not rows:
-        raise DataError(f"{', '.join(source.name for source in recipe.sources)} gives no tokens")
+        raise DataError(f"{_names(recipe)} gives no tokens")
+    return _calibration(rows, tokenizer, batch_size)
+
+
+def held_out_batches(
+    data: str | Path | DataRecipe,
+    tokenizer: Any,
+    *,
+    tokens: int,
+    seq_len: int,
+    skip: int = 0,
+    batch_size: int = 1,
+    packing: Packing = "cross",
+    seed: int = 0,
+) -> Calibration:
+    """Rows to measure loss on: those that follow the first ``skip`` rows which ``calibration_batches`` gives of the same data.
+
+    Args:
+        data, tokenizer, seq_len, batch_size, packing, seed: As for ``calibration_batches``.
+        tokens: Real tokens wanted; the last row is cut to reach them exactly. Fewer where the data ends before.
+        skip: Rows that were used for something else.
+
+    Raises:
+        DataError: unreadable data, or none behind the skipped rows that holds two tokens in a row.
+    """
+    recipe = data if isinstance(data, DataRecipe) else DataRecipe(sources=(source_of(data),), packing=packing)
+    documents = open_documents(recipe, tokenizer)
+    rows: list[list[int]] = []
+    for row in islice(_rows_once(documents, recipe, sys.maxsize, seq_len, seed), skip, None):
+        rows.append(row[:tokens])
+        tokens -= len(row)
+        if tokens <= 0:
+            break
+    if not any(len(row) > 1 for row in rows):
+        used = f" behind the {skip} samples that are used already" if skip else ""
+        raise DataError(f"{_names(recipe)} holds nothing to measure loss on{used}")
+    return _calibration(rows, tokenizer, batch_size)
+
+
+def _calibration(rows: list[list[int]], tokenizer: Any, batch_size: int) -> Calibration:
     digest = hashlib.sha256()
     for row in rows:
         digest.update(torch.tensor([len(row), *row], dtype=torch.int64).numpy().tobytes())
     pad = _Pad(pad_token(tokenizer))
     batches = [pad(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
     return Calibration(batches, len(rows), sum(map(len, rows)), digest.hexdigest())
+
+
+def _names(recipe: DataRecipe) -> str:
+    return ", ".join(source.name for source in recipe.sources)
 
 
 def source_of(data: str | Path) -> SourceRecipe:

@@ -125,13 +125,15 @@ def _open_table(recipe: SourceRecipe, files: Sequence[Path], form: str = "hub") 
 
 @contextmanager
 def _quiet_datasets() -> Iterator[Any]:
-    """``datasets`` without its own progress bars, put back as they were."""
+    """``datasets`` without its own progress bars and log lines (it logs an error before it raises it), put back as they were."""
     import datasets
 
-    silent = datasets.are_progress_bars_disabled()
+    silent, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         yield datasets
     finally:
+        datasets.logging.set_verbosity(verbosity)
         if not silent:
             datasets.enable_progress_bars()

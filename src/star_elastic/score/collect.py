@@ -1,0 +1,118 @@
+"""From sums to scores: one number for each member of each axis, by key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from star_elastic.layout import Layout, Tap, Unit
+from star_elastic.orders import axis_key, best_first, member_key
+from star_elastic.score.activations import Recorder
+from star_elastic.score.methods import ScoreOptions
+from star_elastic.score.spots import Spot, expert_channel_axes, spot_of
+from star_elastic.score.weights import WeightSums, random_scores
+
+
+def collect(recorder: Recorder, weights: WeightSums) -> dict[str, Tensor]:
+    """Scores of every width axis, fp32.
+
+    Keys are ``hidden``, ``layers.{i}.{axis}`` and, for experts' own orders, ``layers.{i}.experts.{e}.{axis}``. An axis with one
+    order for the whole model is summed over all places where it is heard.
+
+    Args:
+        recorder: after the last batch.
+        weights: of every unit, for the axes of ``weight_axes``.
+
+    Raises:
+        DataError: a tap saw no token.
+    """
+    layout, options = recorder.layout, recorder.options
+    chosen = {axis: options.method(axis) for axis in layout.width_axes}
+    scores = {
+        **weights.norms(),
+        **random_scores(layout, {axis for axis, method in chosen.items() if method == "random"}, options.seed),
+        **_experts(recorder, weights),
+    }
+    for unit, tap in _heard(layout):
+        if chosen[tap.axis] == "activation" and tap.axis not in ("experts", "depth"):
+            key = axis_key(layout.axes[tap.axis], unit.layer)
+            importance = _importance(recorder, unit, tap, scores)
+            scores[key] = scores[key] + importance if key in scores else importance
+    scores |= _each_expert(recorder)
+    return {key: score.float() for key, score in sorted(scores.items())}
+
+
+def _heard(layout: Layout) -> Iterator[tuple[Unit, Tap]]:
+    """All taps; those that are judged over another axis come after it."""
+    taps = [(unit, tap) for unit in layout.units for tap in unit.taps]
+    yield from sorted(taps, key=lambda pair: pair[1].over is not None)
+
+
+def _importance(recorder: Recorder, unit: Unit, tap: Tap, scores: dict[str, Tensor]) -> Tensor:
+    if tap.side == "experts":
+        return recorder.channels[f"{unit.module}.{tap.module}"].importance()
+    spot = spot_of(unit, tap)
+    kept: dict[str, list[int]] = {}
+    if tap.over is not None and tap.over in recorder.options.kept:
+        axis, width = recorder.layout.axes[tap.over], recorder.options.kept[tap.over]
+        order = best_first(scores[axis_key(axis, unit.layer)].numpy(), axis)
+        kept[axis.name] = [order[member] for member in axis.members(width)]
+    return member_norms(recorder.channels[spot.key].importance(), spot, tap.axis, kept)
+
+
+def member_norms(channels: Tensor, spot: Spot, axis: str, kept: dict[str, list[int]]) -> Tensor:
+    """L2 norm of each member's channels [Nemotron Elastic eq. 3 and 4], counting only the ``kept`` members of other axes.
+
+    Args:
+        channels: importance of every channel of the spot, fp64 (C,).
+        spot: says which member of which axis each channel is.
+        axis: whose members to score, M of them.
+        kept: positions by axis.
+
+    Returns:
+        (M,)
+    """
+    factors = spot.segment.factors
+    grid = channels.reshape([factor.size for factor in factors])
+    for place, factor in enumerate(factors):
+        if factor.axis in kept:
+            grid = grid.index_select(place, torch.tensor(kept[factor.axis]))
+    [own] = [place for place, factor in enumerate(factors) if factor.axis == axis]
+    return grid.movedim(own, 0).flatten(1).square().sum(1).sqrt() if grid.ndim > 1 else grid
+
+
+def weight_axes(options: ScoreOptions, layout: Layout) -> set[str]:
+    """Axes that are ranked by the norm of their weights."""
+    return {axis for axis in layout.width_axes if options.method(axis) == "weight_norm"}
+
+
+def _experts(recorder: Recorder, weights: WeightSums) -> dict[str, Tensor]:
+    """Scores of routed experts, by layer."""
+    scores: dict[str, Tensor] = {}
+    for unit in recorder.layout.units:
+        if unit.router is None or unit.layer is None:
+            continue
+        axis = recorder.layout.axes[unit.router.axis]
+        method, norms = recorder.options.method(axis.name), weights.routers[unit.layer]
+        if method == "router_weight":
+            scores[axis_key(axis, unit.layer)] = norms
+        elif method != "random":
+            scores[axis_key(axis, unit.layer)] = recorder.experts[unit.layer].importance(method, norms)
+    return scores
+
+
+def _each_expert(recorder: Recorder) -> dict[str, Tensor]:
+    """An order for every expert by itself; an expert that no token reached has none, and follows its layer's."""
+    scores: dict[str, Tensor] = {}
+    for unit in recorder.layout.units if recorder.options.per_expert else ():
+        for tap in unit.taps:
+            if tap.side != "experts" or tap.axis not in expert_channel_axes(unit):
+                continue
+            assert unit.router is not None
+            for expert in range(recorder.layout.axes[unit.router.axis].size):
+                sums = recorder.channels[f"{unit.module}.{tap.module}.{expert}"]
+                if sums.heard:
+                    scores[member_key(unit.layer, unit.router.axis, expert, tap.axis)] = sums.importance()
+    return scores

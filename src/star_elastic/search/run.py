@@ -1,0 +1,134 @@
+"""Searching a parent: check, list what fits, measure, rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from star_elastic import cost
+from star_elastic.checkpoint import Checkpoint, weights_sha256
+from star_elastic.ladder import Budget
+from star_elastic.layout import Layout
+from star_elastic.loading import check_tokens, choose_device, choose_dtype
+from star_elastic.progress import progress_bar
+from star_elastic.rewrite import locate
+from star_elastic.score.run import row_length
+from star_elastic.search.cache import Cache, Subject
+from star_elastic.search.choose import choose_axes
+from star_elastic.search.grid import make_grid
+from star_elastic.search.meter import Meter
+from star_elastic.search.report import Candidate, SearchReport
+from star_elastic.search.walk import next_member
+from star_elastic.selection import stored_format
+from star_elastic.submodel import Submodel, open_elastic
+from star_elastic.train.data import held_out_batches
+from star_elastic.train.documents import load_tokenizer
+
+
+def search_parent(
+    parent: Path | str,
+    budget: Budget,
+    data: Any,
+    *,
+    axes: Sequence[str] | None = None,
+    candidates: int = 24,
+    tokens: int = 8192,
+    seq_len: int | None = None,
+    batch_size: int = 1,
+    seed: int = 0,
+    cache: Path | str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: bool = True,
+) -> SearchReport:
+    """The best legal widths at or under a budget, by held-out loss of one-shot slices. Nothing is trained or written.
+
+    Everything that can be checked without weights is checked before they are loaded, and they are loaded only if a loss is
+    wanted that the cache does not know.
+
+    Args:
+        parent: a model folder with its tokenizer, sorted by importance.
+        budget: the limit; the format of a memory budget is taken from the parent.
+        data: text that was not used for scoring: what ``train.data.held_out_batches`` takes.
+        axes: which axes may be cut. Default: those that the parent is sorted along, or all where it is not sorted; ``depth``
+            where layers are ranked; ``experts`` not under a budget on active parameters, which does not see them.
+        candidates: how many nested models to measure at most.
+        tokens: held-out tokens.
+        seq_len: tokens per row; default: 8,192, or what the model allows where that is less.
+        batch_size: rows per forward pass.
+        seed: of the order of documents.
+        cache: JSON file of losses, read and added to.
+        device: ``auto`` takes a GPU where there is one.
+        dtype: ``auto`` keeps the stored one.
+        progress: show a bar.
+
+    Raises:
+        CheckpointError: the parent or the cache is missing or damaged.
+        TargetError: the folder of the cache does not exist.
+        WidthError: nothing fits the budget; says what can be reached.
+        UnknownNameError, RequestError: an axis that the model does not have, twice, or ``depth`` where layers are not ranked.
+        DataError: the data cannot be read, or is not for this model.
+
+    Example:
+        >>> report = search_parent("sorted", Budget("active_params", 2_000_000_000), "text.jsonl")  # doctest: +SKIP
+        >>> report.command                                                                          # doctest: +SKIP
+        'star-elastic slice sorted sorted-cut --width hidden=1920 --width expert_ffn=960'
+    """
+    config, layout, elastic = open_elastic(parent)
+    budget = replace(budget, dtype=stored_format(config))
+    chosen, notes = choose_axes(layout, elastic, budget, axes)
+    grid = make_grid(layout, budget, chosen, elastic.depth_order)
+    checkpoint = Checkpoint.open(parent)
+    locate(layout, checkpoint)
+    where, kind = choose_device(device), choose_dtype(dtype)
+    length = row_length(config, seq_len)
+    tokenizer = load_tokenizer(parent)
+    rows = held_out_batches(data, tokenizer, tokens=tokens, seq_len=length, batch_size=batch_size, seed=seed)
+    for batch in rows.batches:
+        check_tokens(batch["input_ids"], layout)
+    subject = Subject(
+        parent_fingerprint=layout.fingerprint,
+        weights_sha256=weights_sha256(checkpoint),
+        data_sha256=rows.sha256,
+        dtype=dtype,
+    )
+    meter = Meter(parent, layout, rows, Cache(cache, subject), device=where, dtype=kind)
+    tried: list[int] = []
+    losses: list[float] = []
+    count = min(candidates, len(grid.shares))
+    with progress_bar("searching", (count + 1) * rows.tokens, "tokens", shown=progress) as advance:
+        whole = meter.loss(Submodel())
+        advance(rows.tokens)
+        while len(tried) < count and (number := next_member(grid.shares, tried, losses)) is not None:
+            loss = meter.loss(grid.member(number))
+            tried.append(number)
+            losses.append(math.inf if math.isnan(loss) else loss)
+            advance(rows.tokens)
+    found = [_candidate(layout, budget, grid.member(number), loss) for number, loss in zip(tried, losses, strict=True)]
+    return SearchReport(
+        parent=Path(parent),
+        layout=layout,
+        budget=budget,
+        axes=chosen,
+        ladder=grid.text,
+        notes=notes,
+        whole=_candidate(layout, budget, Submodel(), whole),
+        candidates=tuple(sorted(found, key=lambda candidate: candidate.loss)),
+        measured=meter.measured,
+        tokens=rows.tokens,
+        data_sha256=rows.sha256,
+    )
+
+
+def _candidate(layout: Layout, budget: Budget, submodel: Submodel, loss: float) -> Candidate:
+    submodel = submodel.completed(layout)
+    return Candidate(
+        submodel=submodel,
+        cost=budget.cost(layout, submodel),
+        params=int(cost.params(layout, submodel.widths, submodel.layers)),
+        active_params=int(cost.active_params(layout, submodel.widths, submodel.layers)),
+        loss=loss,
+    )
