@@ -48,7 +48,7 @@ def test_score_sort_inspect_train_slice_and_generate(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parent, text = tmp_path / "parent", tmp_path / "text.txt"
-    FAMILIES[family](vocab_size=264).save_pretrained(parent)
+    FAMILIES[family](vocab_size=288).save_pretrained(parent)
     write_tokenizer(parent)
     text.write_text("Some text to read, line after line.\n" * 60)
 
@@ -97,7 +97,7 @@ def test_training_of_a_tied_model_resumes_bit_for_bit(
 ) -> None:
     """The shared tensor is saved once, with its moments, and comes back tied."""
     text = tmp_path / "text.txt"
-    FAMILIES[family](vocab_size=264).save_pretrained(tmp_path / "parent")
+    FAMILIES[family](vocab_size=288).save_pretrained(tmp_path / "parent")
     write_tokenizer(tmp_path / "parent")
     text.write_text("Some text to read, line after line.\n" * 60)
     path = recipe(tmp_path, tmp_path / "parent", text, SMALL[family])

@@ -99,7 +99,7 @@ def test_unknown_submodel_is_refused_before_weights_load(
         (["--prompt", ""], "holds no token"),
         (["--prompt", "a", "--device", "tpu9"], "device 'tpu9' cannot be used here"),
         (["--prompt", "a", "--dtype", "int3"], "unknown dtype 'int3'"),
-        (["--prompt", "a", "--preset", "nemotron-3-nano-30b-a3b"], "shapes differ"),
+        (["--prompt", "a", "--preset", "nemotron-3-nano-30b-a3b"], "does not have the shapes of preset"),
         (["--prompt", "a", "--preset", "nemotron"], "no preset 'nemotron'"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature"),

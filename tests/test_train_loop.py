@@ -48,7 +48,7 @@ SMALL = {"hidden": 48, "expert_ffn": 16}
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory):
-    folder = tiny_folder(tmp_path_factory.mktemp("model") / "parent", pattern="ME*", vocab_size=264)
+    folder = tiny_folder(tmp_path_factory.mktemp("model") / "parent", pattern="ME*", vocab_size=288)
     write_tokenizer(folder)
     return folder
 
@@ -480,12 +480,12 @@ def test_a_parent_without_weights_tokenizer_or_room_for_it(recipe, parent, tmp_p
     (bare / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="bare"):
         train(recipe, f"parent={bare}")
-    plain = tiny_folder(tmp_path / "plain", pattern="ME*", vocab_size=264)
+    plain = tiny_folder(tmp_path / "plain", pattern="ME*", vocab_size=288)
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
         train(recipe, f"parent={plain}")
     narrow = tiny_folder(tmp_path / "narrow", pattern="ME*", vocab_size=128)
     write_tokenizer(narrow)
-    with pytest.raises(RecipeError, match="has 263 tokens, the model's vocab_size is 128"):
+    with pytest.raises(RecipeError, match="has 283 tokens, the model's vocab_size is 128"):
         train(recipe, f"parent={narrow}")
 
 

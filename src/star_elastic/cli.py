@@ -8,6 +8,7 @@ exit code 2, while an exception that we did not foresee is our mistake and keeps
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -42,13 +43,15 @@ app = typer.Typer(
     epilog="Start with: star-elastic inspect --preset nemotron-3-nano-30b-a3b; then see: star-elastic VERB --help",
 )
 
+MAX_SEED = 2**63 - 1  # what torch takes
+
 Preset = Annotated[
     str | None,
     typer.Option("--preset", metavar="NAME", help="Widths of a published family, for a folder without elastic.json."),
 ]
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:0, ...")]
 
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto (as stored), float32 or bfloat16.")]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto (as stored), float32, bfloat16 or float16.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -346,7 +349,7 @@ def generate(
     temperature: Annotated[
         float, typer.Option(metavar="X", min=0.0, help="0 always takes the most probable token.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=MAX_SEED, help="Seed of the sampling.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -380,7 +383,7 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="A one-minute version that checks the facts, not the accuracy.")
     ] = False,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another parent, another order of the data.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=MAX_SEED, help="Another parent, another order of the data.")] = 0,
 ) -> None:
     """Train a small family from scratch on this machine and show what makes it elastic.
 
@@ -400,6 +403,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(app)
     # Its warnings (a kernel that this machine lacks, ...) are for programmers; ours are one line each.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if arguments is None:
+        signal.signal(signal.SIGTERM, _interrupt)  # asked to stop, we clean up as after Ctrl-C
     try:
         # Not command.main(): that would turn an interrupt into a silent exit code of its own.
         with command.make_context("star-elastic", list(words)) as context:
@@ -419,6 +424,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(f"{error.strerror}: {error.filename}" if error.strerror and error.filename else str(error))
     return 0
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _fail(message: str) -> int:

@@ -88,7 +88,7 @@ def state_bytes_per_sequence(layout: Layout, widths: Widths, layers: Layers = No
 
 
 def memory_bytes(
-    layout: Layout, widths: Widths, layers: Layers = None, *, dtype: str = "bf16", context: int = 4096, batch: int = 1
+    layout: Layout, widths: Widths, layers: Layers = None, *, dtype: str = "bf16", context: int = 8192, batch: int = 1
 ) -> Any:
     """Bytes to serve a model: all its weights, and caches of ``batch`` sequences of ``context`` tokens."""
     itemsize = 4 if dtype == "fp32" else 2

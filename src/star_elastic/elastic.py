@@ -7,6 +7,7 @@ exported slice computes, on views (``at``); the masked lens computes at full wid
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +19,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from star_elastic.checkpoint import Checkpoint, target_folder
 from star_elastic.errors import ElasticError
-from star_elastic.families import layout_of
+from star_elastic.families import FAMILIES, layout_of
 from star_elastic.layout import Layout
 from star_elastic.lens_masked import MaskedLens
 from star_elastic.lens_sliced import SlicedLens
+from star_elastic.loading import transformers_reads
 from star_elastic.masks import Masks
 from star_elastic.rewrite import locate
 from star_elastic.skeleton import check_tied, compare_shapes
-from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
+from star_elastic.submodel import ElasticConfig, Submodel, check_named, open_elastic, read_json
 from star_elastic.switch import Lens, install
 from star_elastic.views import ViewModel
 
@@ -99,7 +101,10 @@ class ElasticModel(nn.Module):
         """
         _, layout, config = open_elastic(folder, preset=preset, submodels=submodels)
         locate(layout, Checkpoint.open(folder))
-        model = AutoModelForCausalLM.from_pretrained(folder, **{"dtype": "auto", **kwargs, "trust_remote_code": False})
+        with transformers_reads(folder):
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, **{"dtype": "auto", **kwargs, "trust_remote_code": False}
+            )
         return cls(model, config)
 
     def save_pretrained(self, folder: Path | str) -> None:
@@ -110,6 +115,9 @@ class ElasticModel(nn.Module):
         """
         with target_folder(folder) as target:
             self.model.save_pretrained(target)
+            written = read_json(target / "config.json")
+            full = {**written, **FAMILIES[self.layout.family].json_fields(written)}
+            (target / "config.json").write_text(json.dumps(full, indent=2) + "\n", encoding="utf-8")
             self.config.save(target)
 
     def add(self, name: str, submodel: Submodel) -> None:
@@ -117,8 +125,9 @@ class ElasticModel(nn.Module):
 
         Raises:
             WidthError, UnknownNameError: the parent cannot be cut so.
+            ReservedNameError: ``full``, which always means the whole model.
         """
-        submodel.check(self.layout)
+        check_named(name, submodel, self.layout)
         self.config = self.config.model_copy(update={"submodels": {**self.config.submodels, name: submodel}})
 
     @contextmanager

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MOST_NAMES = 12  # that a message lists
+
 
 class ElasticError(Exception):
     """Base of all errors caused by the user's input."""
@@ -20,6 +22,10 @@ class WidthError(ElasticError, ValueError):
 
 class UnknownNameError(ElasticError, LookupError):
     """A submodel, preset, family, axis or tensor name that does not exist."""
+
+
+class ReservedNameError(ElasticError, ValueError):
+    """A submodel named as something that means something else."""
 
 
 class CheckpointError(ElasticError, ValueError):
@@ -48,6 +54,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if not names:
         return "none are known"
-    listing = f"known: {', '.join(names)}"
+    shown = ", ".join(names[:MOST_NAMES])
+    listing = f"known: {shown}" if len(names) <= MOST_NAMES else f"known: {shown}, ... ({len(names)} in all)"
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}? {listing}" if close else listing

@@ -16,6 +16,8 @@ from star_elastic.rewrite import locate
 from star_elastic.submodel import FULL, open_elastic
 from star_elastic.train.documents import load_tokenizer
 
+COLDEST = 1e-4  # below, dividing logits by the temperature overflows, and sampling is greedy anyway
+
 
 def generate_text(
     folder: Path | str,
@@ -56,6 +58,7 @@ def generate_text(
         >>> generate_text("elastic", "2 + 3 =", submodel="small", max_new_tokens=8)  # doctest: +SKIP
         ' 5'
     """
+    check_prompt(prompt)
     _, layout, elastic = open_elastic(folder, preset=preset)
     elastic.get(submodel or FULL)
     locate(layout, Checkpoint.open(folder))
@@ -75,6 +78,14 @@ def generate_text(
     return str(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
+def check_prompt(prompt: str) -> None:
+    """Raise DataError for a prompt that is no text: bytes of another encoding on the command line."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"the prompt {prompt!a} is not UTF-8 text") from None
+
+
 def _settings(stored: GenerationConfig, tokenizer: Any, temperature: float) -> GenerationConfig:
     """Settings for one call. Sampling fields of the folder beside greedy decoding would only draw warnings."""
     end = stored.eos_token_id if stored.eos_token_id is not None else tokenizer.eos_token_id
@@ -83,6 +94,6 @@ def _settings(stored: GenerationConfig, tokenizer: Any, temperature: float) -> G
         "bos_token_id": stored.bos_token_id,
         "pad_token_id": tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
     }
-    if temperature == 0:
+    if temperature < COLDEST:
         return GenerationConfig(do_sample=False, **special)
     return GenerationConfig(do_sample=True, temperature=temperature, top_p=stored.top_p, top_k=stored.top_k, **special)

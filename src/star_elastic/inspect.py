@@ -22,7 +22,7 @@ from star_elastic.presets import get_preset
 from star_elastic.submodel import FULL, ElasticConfig, Submodel, open_elastic
 from star_elastic.units import format_bytes, format_count
 
-STORED_FORMATS = ("bf16", "fp8", "nvfp4")
+STORED_FORMATS = cost.FORMATS[1:]
 
 
 @dataclass(frozen=True)

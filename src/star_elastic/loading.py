@@ -27,6 +27,8 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] == "meta":
+        raise DeviceError("device 'meta' holds no numbers: say cpu or cuda")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -57,7 +59,7 @@ def load_model(folder: Path | str, *, device: torch.device, dtype: torch.dtype |
     """
     from transformers import AutoModelForCausalLM
 
-    with no_bars():
+    with no_bars(), transformers_reads(folder):
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
@@ -82,6 +84,20 @@ def check_tokens(ids: torch.Tensor, layout: Layout) -> None:
     size = embedding.rows[0].shape[0]
     if int(ids.max()) >= size:
         raise DataError(f"token {int(ids.max())} is outside the model's vocabulary of {size}: is this its tokenizer?")
+
+
+@contextmanager
+def transformers_reads(folder: Path | str) -> Iterator[None]:
+    """Tell what transformers says about a folder that it cannot load, whatever it raises, in one line.
+
+    Raises:
+        CheckpointError: any error inside the block.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{folder} cannot be loaded by transformers: {type(error).__name__}: {reason}") from error
 
 
 @contextmanager

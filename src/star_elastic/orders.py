@@ -85,7 +85,10 @@ def read_orders(path: Path, layout: Layout, weights: str | None = None) -> dict[
         CheckpointError: an unreadable file, scores of another model, of a wrong length, or not finite.
     """
     check_scored(path, layout, weights)
-    scores = {key: array for key, array in _read_arrays(path).items() if key not in (DEPTH, DEPTH_ORDER)}
+    arrays = _read_arrays(path)
+    if not arrays:
+        raise CheckpointError(f"{path} holds no scores")
+    scores = {key: array for key, array in arrays.items() if key not in (DEPTH, DEPTH_ORDER)}
     orders = {}
     for key, axis in _resolve(scores, layout).items():
         _check_values(path, key, scores[key], axis)

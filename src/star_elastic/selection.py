@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from star_elastic import cost
 from star_elastic.checkpoint import Checkpoint, check_target
 from star_elastic.errors import ElasticError, WidthError
 from star_elastic.families.base import Config, itemsize
@@ -109,7 +110,7 @@ def parse_widths(words: Sequence[str]) -> dict[str, int]:
     widths: dict[str, int] = {}
     for word in words:
         axis, equals, number = word.partition("=")
-        if not equals or not axis or not number.isdecimal():
+        if not equals or not axis or not _is_number(number):
             raise RequestError(f"cannot read --width {word!r}: want AXIS=N, such as hidden=1920")
         if axis in widths:
             raise RequestError(f"--width names {axis} twice: {widths[axis]} and {number}")
@@ -117,12 +118,16 @@ def parse_widths(words: Sequence[str]) -> dict[str, int]:
     return widths
 
 
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdecimal() and len(word) < 12
+
+
 def parse_layers(text: str | None) -> tuple[int, ...] | None:
     """Read ``0,1,3``. Raises RequestError if it is anything else."""
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() for word in words):
+    if not all(_is_number(word) for word in words):
         raise RequestError(f"cannot read --layers {text!r}: want layer numbers to keep, such as 0,1,3")
     return tuple(int(word) for word in words)
 
@@ -194,17 +199,27 @@ def _said(choice: Choice) -> tuple[str, str]:
     return f"ladder: {choice.ladder}", f"chosen: {choice.summary}"
 
 
-def describe_cut(layout: Layout, submodel: Submodel) -> list[str]:
-    """What is cut and what remains, one fact a line."""
+def unsorted_note(layout: Layout, submodel: Submodel, elastic: ElasticConfig) -> list[str]:
+    """A warning where an axis is cut whose members lie in no order of importance. Published families are sorted."""
+    cut = [name for name, width in layout.complete(submodel.widths).items() if width != layout.axes[name].size]
+    unsorted = [name for name in cut if name not in elastic.sorted_axes]
+    if not unsorted or "preset" in elastic.provenance:
+        return []
+    return [f"note: not sorted along {', '.join(unsorted)}: what stays is what comes first; see star-elastic score and sort"]
+
+
+def describe_cut(layout: Layout, submodel: Submodel, stored: str = "bf16") -> list[str]:
+    """What is cut and what remains, one fact a line; ``stored`` is the format of the weights."""
     facts, full = submodel_cost(layout, submodel), submodel_cost(layout, Submodel())
     cuts = [f"{axis} {full.widths[axis]} -> {width}" for axis, width in facts.widths.items() if width != full.widths[axis]]
     if facts.layers is not None:
         cuts.append(f"depth {layout.num_layers} -> {len(facts.layers)} (layers {', '.join(map(str, facts.layers))})")
+    weights = cost.weight_bytes(layout, facts.widths, facts.layers, dtype=stored)
     total = f"{format_count(facts.params)} ({facts.params:,}), {facts.params / full.params:.1%} of the parent's"
     return [
         f"cut: {', '.join(cuts) or 'nothing, this is the whole model'}",
         f"parameters: {total}; {format_count(facts.active_params)} active",
-        f"weights: {format_bytes(facts.bytes['bf16'])} in bf16",
+        f"weights: {format_bytes(weights)} in {stored}",
     ]
 
 
@@ -222,7 +237,8 @@ def run_slice(
     selection = select(request, config, layout, elastic)
     check_target(out, source)
     plan_slice(layout, Checkpoint.open(source), selection.submodel.completed(layout))  # for its checks, before anything is said
-    for line in (*selection.lines, *describe_cut(layout, selection.submodel)):
+    notes = unsorted_note(layout, selection.submodel, elastic)
+    for line in (*selection.lines, *describe_cut(layout, selection.submodel, stored_format(config)), *notes):
         print(line)
     if dry_run:
         print(f"dry run: {out} was not written")

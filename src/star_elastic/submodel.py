@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from star_elastic.errors import CheckpointError, UnknownNameError, nearest
+from star_elastic.errors import CheckpointError, ReservedNameError, UnknownNameError, nearest
 from star_elastic.families import layout_of
 from star_elastic.layout import Layout
 from star_elastic.presets import Preset, get_preset, recognise
@@ -93,9 +93,17 @@ class ElasticConfig(BaseModel):
             raise CheckpointError(f"{FILE_NAME} is for family {self.family!r}, config.json for {layout.family!r}")
         for name, submodel in self.submodels.items():
             try:
-                submodel.check(layout)
+                check_named(name, submodel, layout)
             except (ValueError, LookupError) as error:
                 raise CheckpointError(f"{FILE_NAME}: submodel {name!r}: {error}") from None
+        for name in self.sorted_axes:
+            if name not in layout.width_axes or self.sorted_axes.count(name) > 1:
+                raise CheckpointError(f"{FILE_NAME}: sorted_axes names {name!r} twice, or no such axis exists")
+        if self.depth_order is not None and sorted(self.depth_order) != list(range(layout.num_layers)):
+            raise CheckpointError(
+                f"{FILE_NAME}: depth_order must hold each layer from 0 to {layout.num_layers - 1} once, "
+                f"not {list(self.depth_order)}"
+            )
 
     def save(self, folder: Path | str) -> None:
         """Write ``elastic.json`` into a folder."""
@@ -112,16 +120,14 @@ class ElasticConfig(BaseModel):
         path = Path(folder) / FILE_NAME
         raw = read_json(path)
         version = raw.get("format_version")
-        if version != FORMAT_VERSION:
+        if version != FORMAT_VERSION or not isinstance(version, int) or isinstance(version, bool):
             raise CheckpointError(
                 f"{path}: format_version {version!r}; this version of star-elastic reads {FORMAT_VERSION}"
             )
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise CheckpointError(f"{path}: {where}: {first['msg']}") from None
+            raise CheckpointError(f"{path}: {_first_mistake(error)}") from None
 
     @classmethod
     def of_preset(cls, preset: Preset) -> ElasticConfig:
@@ -130,16 +136,50 @@ class ElasticConfig(BaseModel):
         return cls(family=preset.layout.family, submodels=sizes, provenance={"preset": preset.name})
 
 
+def check_named(name: str, submodel: Submodel, layout: Layout) -> None:
+    """Refuse a nested model that cannot be cut, or that takes a name which means something else.
+
+    Raises:
+        WidthError, UnknownNameError: see ``Submodel.check``.
+        ReservedNameError: the name is empty, or is ``full`` and this is not the whole model.
+    """
+    submodel.check(layout)
+    if not name.strip():
+        raise ReservedNameError("a submodel needs a name")
+    if name == FULL and not submodel.is_full(layout):
+        raise ReservedNameError(f"{FULL!r} always means the whole model: choose another name for these widths")
+
+
+def _first_mistake(error: ValidationError) -> str:
+    """The first of pydantic's mistakes as one line, with the nearest known field for an unknown one."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] != "extra_forbidden":
+        return f"{where}: {first['msg']}"
+    known = ElasticConfig.model_fields if len(first["loc"]) == 1 else Submodel.model_fields
+    return f"unknown field {where!r}: {nearest(str(first['loc'][-1]), known)}"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, not JSON, or not an object.
+        CheckpointError: the file is missing, unreadable, not JSON, not an object, or gives a key twice.
     """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen = dict(pairs)
+        if len(seen) < len(pairs):
+            twice = next(key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1)
+            raise CheckpointError(f"{path} gives {twice!r} twice: keep one")
+        return seen
+
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} cannot be read as JSON: it is nested too deeply") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
@@ -181,7 +221,7 @@ def open_elastic(
     if preset is not None:
         chosen = get_preset(preset)
         if chosen.layout.fingerprint != layout.fingerprint:
-            raise CheckpointError(f"{folder} is not of preset {preset!r}'s architecture: its shapes differ")
+            raise CheckpointError(f"{folder} does not have the shapes of preset {preset!r}")
         elastic = ElasticConfig.of_preset(chosen)
     elif (Path(folder) / FILE_NAME).exists():
         elastic = ElasticConfig.load(folder)
@@ -189,6 +229,6 @@ def open_elastic(
         known = recognise(layout)
         elastic = ElasticConfig.of_preset(known) if known else ElasticConfig(family=layout.family)
     elastic.check(layout)
-    for submodel in (submodels or {}).values():
-        submodel.check(layout)
+    for name, submodel in (submodels or {}).items():
+        check_named(name, submodel, layout)
     return config, layout, elastic.model_copy(update={"submodels": {**elastic.submodels, **(submodels or {})}})

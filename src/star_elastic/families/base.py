@@ -90,6 +90,12 @@ def divides(config: Config, part: str, whole: str) -> None:
         raise CheckpointError(f"config.json: {part} {config[part]} does not divide {whole} {config[whole]}")
 
 
+def at_most(config: Config, part: str, whole: str) -> None:
+    """Raise CheckpointError if the field ``part`` is larger than the field ``whole``."""
+    if config[part] > config[whole]:
+        raise CheckpointError(f"config.json: {part} {config[part]} is larger than {whole} {config[whole]}")
+
+
 def aligned(config: Config, *names: str) -> dict[str, Rule]:
     """The 16-byte rule for axes that form matrix rows, at this config's dtype."""
     return row_alignment(itemsize(config), names)

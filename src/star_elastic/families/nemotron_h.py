@@ -14,7 +14,7 @@ from typing import Any
 from star_elastic.axes import Axis, Rule
 from star_elastic.errors import CheckpointError
 from star_elastic.families import parts
-from star_elastic.families.base import ITEMSIZE, Config, Family, Table, divides, positive
+from star_elastic.families.base import ITEMSIZE, Config, Family, Table, at_most, divides, positive
 from star_elastic.families.parts import FP8_ONLY, QUANTIZED
 from star_elastic.layout import Layout, Norm, Router, Row, State, Tap, Unit
 
@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "mamba_head_dim": 64,
     "n_groups": 8,
     "conv_kernel": 4,
+    "chunk_size": 128,
     "use_conv_bias": True,
     "mamba_ssm_cache_dtype": "float32",
     "n_routed_experts": 8,
@@ -47,6 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "use_bias": False,
+    "layer_norm_epsilon": 1e-5,
 }
 
 # Older spellings of the same fields.
@@ -82,6 +84,10 @@ def normalise(config: Config) -> dict[str, Any]:
     divides(full, "num_key_value_heads", "num_attention_heads")
     divides(full, "n_groups", "mamba_num_heads")
     divides(full, "n_group", "n_routed_experts")
+    at_most(full, "topk_group", "n_group")
+    if not isinstance(full["layer_norm_epsilon"], float):
+        raise CheckpointError(f"config.json: layer_norm_epsilon must be a number, not {full['layer_norm_epsilon']!r}")
+    at_most(full, "num_experts_per_tok", "n_routed_experts")
     return full
 
 
@@ -96,9 +102,9 @@ def layer_kinds(config: Config) -> list[str]:
         named = [PATTERN.get(letter, letter) for letter in pattern]
     if not isinstance(named, list) or not named:
         raise CheckpointError(f"config.json: layers_block_type must be a non-empty list, not {named!r}")
-    kinds = [LEGACY_KINDS.get(kind, kind) for kind in named]
+    kinds = [LEGACY_KINDS.get(str(kind), kind) for kind in named]
     for number, kind in enumerate(kinds):
-        if kind not in PATTERN.values():
+        if kind not in list(PATTERN.values()):
             raise CheckpointError(f"config.json: layer {number} is {kind!r}; known: {', '.join(PATTERN.values())}")
     return kinds
 
@@ -123,9 +129,10 @@ def expert_axis(config: Config) -> Axis:
     """Routed experts: cut inside each expert group; what stays must offer every token its top-k."""
     groups, open_groups, top_k = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
     per_group = max(2, math.ceil(top_k / open_groups))
+    why = f"a token uses {top_k}" + (f" of {open_groups} of {groups} expert groups" if groups > 1 else "")
     rules = (
         Rule(f"experts are cut equally inside each of {groups} expert groups", groups, groups),
-        Rule(f"top-{top_k} of {open_groups} open groups needs {per_group} experts a group", 1, per_group * groups),
+        Rule(why, 1, per_group * groups),
     )
     return Axis("experts", config["n_routed_experts"], groups, rules if groups > 1 else rules[1:])
 
