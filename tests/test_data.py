@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,9 +137,34 @@ def test_parquet_and_datasets_folders(tmp_path):
         source(tmp_path / "splits", split="tset")
 
 
-def test_a_hub_name_goes_through_datasets(monkeypatch):
+@pytest.fixture
+def hub_says(monkeypatch):
+    """What the hub answers when it is asked whether it has a dataset; tests ask no real one."""
+    import huggingface_hub
+
+    def says(error=None):
+        asked = []
+
+        def dataset_info(self, name, **options):
+            asked.append((name, options))
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+        return asked
+
+    return says
+
+
+def answer(kind, status):
+    """An HTTP error as huggingface_hub raises it: a long story of several lines."""
+    return kind(f"{status} Client Error.\n\nlong story", response=SimpleNamespace(status_code=status, headers={}, request=None))
+
+
+def test_a_hub_name_goes_through_datasets(monkeypatch, hub_says):
     import datasets
 
+    hub_says()
     asked = []
 
     def load(name, subset, **options):
@@ -150,8 +177,67 @@ def test_a_hub_name_goes_through_datasets(monkeypatch):
     assert asked == [("owner/name", "main", {"split": "test", "revision": "abc"})]
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
+def test_a_name_that_the_hub_does_not_know_is_refused_by_one_question(monkeypatch, hub_says):
     import datasets
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: pytest.fail("it would try for half a minute"))
+    asked = hub_says(answer(RepositoryNotFoundError, 404))
+    with pytest.raises(DataError, match="hub:owner/nmae does not exist on the hub.* there is no owner/nmae on this disk$"):
+        open_source(SourceRecipe(hub="owner/nmae"))
+    assert [name for name, _ in asked] == ["owner/nmae"] and 0 < asked[0][1]["timeout"] <= 15
+    asked = hub_says(answer(RevisionNotFoundError, 404))
+    with pytest.raises(DataError, match="^hub:owner/name has no revision 'abd'$"):
+        open_source(SourceRecipe(hub="owner/name", revision="abd"))
+    assert asked[0][1]["revision"] == "abd"
+
+
+def test_without_a_network_the_cache_is_read_at_once_and_in_silence(monkeypatch, hub_says):
+    import datasets
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lines.append
+    hub_says(OSError("Name or service not known"))
+
+    def load(*args, **options):
+        assert datasets.config.HF_HUB_OFFLINE  # so it does not try again
+        for name in ("datasets.load", "huggingface_hub.utils._http"):
+            logger = logging.getLogger(name)
+            logger.addHandler(handler)
+            logger.error("Retrying in 1s [Retry 1/5].")
+            logger.removeHandler(handler)
+        raise ConnectionError("Couldn't reach 'owner/name' on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError) as caught:
+        open_source(SourceRecipe(hub="owner/name"))
+    assert str(caught.value) == (
+        "hub:owner/name cannot be read: the hub cannot be reached, no copy is in the cache, "
+        "and there is no owner/name on this disk"
+    )
+    assert lines == [] and not datasets.config.HF_HUB_OFFLINE
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: datasets.Dataset.from_dict({"text": ["cached"]}))
+    assert contents(open_source(SourceRecipe(hub="owner/name"))) == ["cached"]
+
+
+@pytest.mark.parametrize("damage", [slice(0, 2000), slice(0, 0), slice(4, None)])
+def test_a_broken_parquet_is_one_line_and_nothing_else(tmp_path, capfd, damage):
+    import datasets
+
+    whole = tmp_path / "whole.parquet"
+    datasets.Dataset.from_dict({"text": [f"line {i}" for i in range(2000)]}).to_parquet(whole)
+    (tmp_path / "a.parquet").write_bytes(whole.read_bytes()[damage])
+    capfd.readouterr()
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read: ") as caught:
+        source(tmp_path / "a.parquet")
+    assert "\n" not in str(caught.value) and capfd.readouterr() == ("", "")
+
+
+def test_a_hub_that_fails_later_is_one_line(monkeypatch, hub_says):
+    import datasets
+
+    hub_says()
 
     def load(*args, **options):
         raise ConnectionError("Couldn't reach the hub\nlong story")
@@ -170,6 +256,17 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
         ("a.jsonl", '{"text": "x"}\n{"txt": "y"}\n', r"a\.jsonl:2: no field 'text'; did you mean 'txt'"),
         ("a.jsonl", '{"prompt": "x"}\n', r"a\.jsonl:1: neither 'messages' nor 'text'; name the field: one of prompt"),
         ("a.jsonl", '{"text": 3}\n', r"a\.jsonl:1: field 'text' holds int; it must be text"),
+        ("a.jsonl", '{"messages": "hi"}\n', r"a\.jsonl:1: field 'messages' holds str; it must be a list of messages$"),
+        (
+            "a.jsonl",
+            '{"messages": []}\n{"messages": [{"role": "user", "content": 3}]}\n',
+            r"a\.jsonl:2: field 'messages': 'content' of a message must be text, not int$",
+        ),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "x", "thinking": ["y"]}]}\n',
+            r"a\.jsonl:1: field 'messages': 'thinking' of a message must be text, not list$",
+        ),
         ("a.jsonl", '{"messages": [{"content": "x"}]}\n', r"a\.jsonl:1: field 'messages': a message must be .* 'role'"),
         ("a.jsonl", '{"text": ""}\n{"text": "  "}\n{"text": null}\n', r"a\.jsonl holds no text: 3 documents, all empty"),
         ("a.jsonl", "", r"a\.jsonl holds no text: 0 documents"),
@@ -197,6 +294,16 @@ def test_missing_and_mixed_files_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"holds no \.txt, \.md, \.rst file"):
         source(tmp_path / "empty")
+
+
+def test_numbers_in_a_table_are_no_text_and_text_is_no_conversation(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": [0, 1], "messages": ["", "hi"]}).save_to_disk(tmp_path / "folder")
+    with pytest.raises(DataError, match="folder: row 0: field 'text' holds int; it must be text"):
+        source(tmp_path / "folder", field="text")
+    with pytest.raises(DataError, match="folder: row 0: field 'messages' holds str; it must be a list of messages"):
+        source(tmp_path / "folder")
 
 
 def test_a_missing_column_of_a_table_is_named(tmp_path):

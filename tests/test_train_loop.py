@@ -27,6 +27,7 @@ from star_elastic.errors import (
     DataError,
     ElasticError,
     RecipeError,
+    ReservedNameError,
     TargetError,
     UnknownNameError,
     WidthError,
@@ -125,7 +126,11 @@ def test_the_output_is_an_ordinary_folder_with_submodels_and_numbers(recipe, par
     config = ElasticConfig.load(out)
     assert config.get("small").widths["hidden"] == 48 and list(config.submodels) == ["full", "small"]
     assert config.provenance["training"]["recipe"]["steps"] == 10
-    assert str(tmp_path) not in json.dumps(config.provenance["training"]["recipe"]["optimizer"])
+    training = config.provenance["training"]
+    assert training["parent"] == "parent"
+    assert [source["path"] for source in training["recipe"]["data"]["sources"]] == ["sums.jsonl", "text.txt"]
+    for file in out.glob("*.[jm]*"):  # nothing in it says where it was made
+        assert str(tmp_path) not in file.read_text() and str(parent) not in file.read_text(), file
 
     told = json.loads((out / "training.json").read_text())
     assert told["steps"] == report.steps == 10 and told["tokens"] == report.tokens == 10 * 2 * 16
@@ -263,7 +268,7 @@ def test_submodels_come_from_elastic_json_by_default_and_by_name(recipe, parent,
 # Stopping and resuming
 
 
-class Killed(Exception):
+class Killed(BaseException):
     """Stands for SIGKILL: nothing of ours runs after it."""
 
 
@@ -407,6 +412,42 @@ def test_an_infinite_gradient_stops_too(recipe, tmp_path, monkeypatch):
         train(recipe)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
+def test_a_run_that_fails_before_its_first_checkpoint_leaves_no_folder(recipe, tmp_path, monkeypatch, error):
+    def fail():
+        raise error
+
+    before = sorted(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "log", dying(2, fail))
+        with pytest.raises(type(error)):
+            train(recipe, f"output={tmp_path / 'deep/er/out'}")
+    assert sorted(tmp_path.iterdir()) == before
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/mine").write_text("keep")
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "log", dying(6, fail))
+        with pytest.raises(type(error)):
+            train(recipe, f"output={tmp_path / 'deep/er/out'}")
+    assert (tmp_path / "deep/er/out.run/checkpoints/step-00000005").is_dir()
+    train(recipe, f"output={tmp_path / 'deep/er/out'}", resume=True)
+
+
+def test_a_folder_that_was_there_before_the_run_is_not_removed(recipe, tmp_path, monkeypatch):
+    (tmp_path / "out.run").mkdir()
+    (tmp_path / "out.run/mine").write_text("keep")
+    monkeypatch.setattr(loop, "chunked_kl", lambda *args: torch.tensor(float("nan")))
+    with pytest.raises(TrainingStopped, match="no checkpoint yet"):
+        train(recipe)
+    assert (tmp_path / "out.run/mine").read_text() == "keep"
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line(recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TargetError, match=r"cannot make .*file/out\.run, where the run lives: Not a directory"):
+        train(recipe, f"output={tmp_path / 'file/out'}")
+
+
 def test_a_damaged_checkpoint_is_told(recipe, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "log", dying(7, die))
@@ -462,6 +503,9 @@ def no_loading(monkeypatch):
         ("sequence_length=257", RecipeError, "sequence_length = 257: the parent's max_position_embeddings is 256"),
         ("parent=/nowhere", CheckpointError, "/nowhere does not exist"),
         ("device=tpu9", ElasticError, "device 'tpu9' cannot be used here"),
+        ("device=meta", ElasticError, "device 'meta' holds no numbers"),
+        ("submodels.full.widths={hidden: 48}", ReservedNameError, "submodel 'full': 'full' always means the whole model"),
+        ("submodels.full.layers=[1, 2]", ReservedNameError, "submodel 'full': 'full' always means the whole model"),
         ("data.sources.0.path=/nowhere.txt", DataError, "data /nowhere.txt does not exist"),
         ("data.sources.0.field=thought", DataError, r"sums\.jsonl:1: no field 'thought'"),
     ],

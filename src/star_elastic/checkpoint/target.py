@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def target_folder(out: Path | str, *sources: Path | str, size: int = 0) -> Itera
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}{where}") from error
     finally:
         if not finished:
-            _remove_empty(made)
+            remove_empty(made)
 
 
 def _make_parents(target: Path) -> list[Path]:
@@ -87,7 +87,8 @@ def _make_parents(target: Path) -> list[Path]:
     return missing
 
 
-def _remove_empty(folders: list[Path]) -> None:
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, innermost first, up to the first that holds something."""
     for folder in folders:
         try:
             folder.rmdir()

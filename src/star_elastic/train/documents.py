@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from star_elastic.errors import CheckpointError, DataError
-from star_elastic.train.rows import Message
+from star_elastic.train.rows import THOUGHT_KEYS, Message
 from star_elastic.train.sources import Source
-
-THOUGHT_KEYS = ("reasoning_content", "thinking")
 
 
 def load_tokenizer(folder: Path | str) -> Any:

@@ -75,7 +75,7 @@ class JsonSource(_Spans):
                     self.field = choose_field(row, f"{file}:{line}")
                 if self.field not in row:
                     raise DataError(f"{file}:{line}: no field {self.field!r}; {nearest(self.field, row)}")
-                check_document(row[self.field], f"{file}:{line}: field {self.field!r}")
+                check_document(row[self.field], self.field, f"{file}:{line}")
                 self._add(number, start, len(raw))
 
     def __getitem__(self, index: int) -> Document:

@@ -300,10 +300,15 @@ def _load_pair(plan: Plan) -> tuple[ElasticModel, ElasticModel, dict[str, torch.
 
 
 def _provenance(plan: Plan) -> ElasticConfig:
+    """The parent's elastic.json with a record of this training: names only, since paths tell about the user's machine."""
+    recipe = plan.recipe.model_dump(mode="json", exclude={"parent", "output", "device"})
+    for source in recipe["data"]["sources"]:
+        if source["path"] is not None:
+            source["path"] = Path(source["path"]).resolve().name
     training = {
         "tool": f"star-elastic {VERSION}",
-        "parent": str(plan.recipe.parent),
-        "recipe": plan.recipe.model_dump(mode="json", exclude={"parent", "output", "device"}),
+        "parent": plan.recipe.parent.resolve().name,
+        "recipe": recipe,
     }
     return plan.elastic.model_copy(update={"provenance": {**plan.elastic.provenance, "training": training}})
 

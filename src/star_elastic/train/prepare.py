@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from star_elastic.checkpoint import Checkpoint
-from star_elastic.errors import RecipeError, UnknownNameError, WidthError
+from star_elastic.errors import RecipeError, ReservedNameError, UnknownNameError, WidthError
 from star_elastic.layout import Layout
 from star_elastic.loading import choose_device
 from star_elastic.rewrite import locate
-from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
+from star_elastic.submodel import ElasticConfig, Submodel, check_named, open_elastic
 from star_elastic.train.data import open_documents
 from star_elastic.train.documents import Documents, load_tokenizer
 from star_elastic.train.recipe import Recipe
@@ -52,8 +52,11 @@ def prepare(recipe: Recipe) -> Plan:
         CheckpointError: the parent, its weights' headers or its tokenizer cannot be read, or disagree with its config.json.
         WidthError, UnknownNameError: a submodel that the parent cannot be cut to, or an unknown name.
         RecipeError: rows longer than the model allows; a tokenizer with more tokens than the model.
+        ReservedNameError: a submodel ``full`` that is not the whole model.
+        DeviceError: no such device here.
         DataError: data that cannot be read or is empty.
     """
+    device = choose_device(recipe.device)
     config, layout, elastic = open_elastic(recipe.parent)
     known = open_elastic(recipe.parent, preset=recipe.preset)[2] if recipe.preset else elastic
     elastic = elastic.model_copy(update={"submodels": _submodels(recipe, layout, known)})
@@ -66,7 +69,6 @@ def prepare(recipe: Recipe) -> Plan:
         raise RecipeError(
             f"the tokenizer of {recipe.parent} has {len(tokenizer)} tokens, the model's vocab_size is {config['vocab_size']}"
         )
-    device = choose_device(recipe.device)
     return Plan(
         recipe=recipe,
         layout=layout,
@@ -96,8 +98,8 @@ def _submodels(recipe: Recipe, layout: Layout, known: ElasticConfig) -> dict[str
             continue
         submodel = Submodel(widths=entry.widths or {}, layers=entry.layers)
         try:
-            submodel.check(layout)
-        except (WidthError, UnknownNameError) as error:
+            check_named(name, submodel, layout)
+        except (WidthError, UnknownNameError, ReservedNameError) as error:
             raise type(error)(f"submodel {name!r}: {error}") from None
         chosen[name] = submodel.completed(layout)
     return chosen

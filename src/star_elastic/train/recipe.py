@@ -17,15 +17,38 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from star_elastic.train.yaml_text import Overrides, YamlText, explain
 from star_elastic.units import parse_count
 
-PositiveInt = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-KIND_SHARES = {"reasoning": 0.7, "text": 0.3}
-
 
 def _count(value: Any) -> Any:
+    """``60B`` and ``1.5e9``, which YAML reads as text, and ``1.5e+9``, which it reads as a float."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     return parse_count(value) if isinstance(value, str) else value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):  # Python's True is 1
+        raise ValueError("should be a number")
+    return value
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():  # as a path it would mean the current folder
+        raise ValueError("should not be empty")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("should not contain a NUL character")
+    return value
+
+
+# Whole numbers are strict: neither true nor '32' nor 32.0. Other numbers may be text, since YAML reads 1e-4 as text.
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+NaturalInt = Annotated[int, Field(ge=0, strict=True)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
+Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
+Folder = Annotated[Path, BeforeValidator(_filled)]
+Name = Annotated[str, BeforeValidator(_filled)]
+
+KIND_SHARES = {"reasoning": 0.7, "text": 0.3}
 
 
 class Section(BaseModel):
@@ -46,8 +69,8 @@ class SubmodelRecipe(Section):
     """
 
     widths: dict[str, PositiveInt] | None = None
-    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    probability: Share | None = None
+    layers: tuple[NaturalInt, ...] | None = None
+    probability: Positive | None = None
 
 
 class SourceRecipe(Section):
@@ -68,13 +91,13 @@ class SourceRecipe(Section):
             or a ``line``.
     """
 
-    path: str | None = None
-    hub: str | None = None
+    path: Name | None = None
+    hub: Name | None = None
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
     kind: Literal["reasoning", "text"] = "text"
-    weight: Share | None = None
+    weight: Positive | None = None
     field: str | None = None
     format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
     sample_by: Literal["document", "paragraph", "line"] = "document"
@@ -136,13 +159,13 @@ class OptimizerRecipe(Section):
         warmup_steps: Steps of linear warm-up; fewer than the run's steps.
     """
 
-    lr: Rate = 1e-4
-    min_lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.98)
-    eps: Rate = 1e-8
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    clip: Share = 1.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 60
+    lr: Positive = 1e-4
+    min_lr: NotNegative = 1e-5
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    clip: Positive = 1.0
+    warmup_steps: NaturalInt = 60
 
     @model_validator(mode="after")
     def _floor_below_peak(self) -> OptimizerRecipe:
@@ -178,23 +201,23 @@ class Recipe(Section):
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ...
     """
 
-    parent: Path
-    output: Path
+    parent: Folder
+    output: Folder
     preset: str | None = None
     submodels: dict[str, SubmodelRecipe] | None = Field(default=None, min_length=1)
     data: DataRecipe
-    sequence_length: Annotated[int, Field(ge=2)] = 8192
+    sequence_length: Annotated[int, Field(ge=2, strict=True)] = 8192
     batch_size: PositiveInt = 8
     steps: PositiveInt | None = None
     tokens: Annotated[PositiveInt, BeforeValidator(_count)] | None = None
     optimizer: OptimizerRecipe = OptimizerRecipe()
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     kl_chunk_tokens: PositiveInt = 1024
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, Field(strict=True)] = False
     checkpoint_every: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2
     log_every: PositiveInt = 1
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     device: str = "auto"
 
     @field_validator("submodels")

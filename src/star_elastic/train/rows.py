@@ -8,6 +8,8 @@ from typing import Any
 from star_elastic.errors import DataError
 
 Message = dict[str, Any]
+CHAT_FIELD = "messages"
+THOUGHT_KEYS = ("reasoning_content", "thinking")  # of a message: what was thought before its content
 Document = str | list[Message]  # raw text, or a conversation
 
 
@@ -17,25 +19,30 @@ def choose_field(row: Any, place: str) -> str:
     Raises:
         DataError: neither is there.
     """
-    for field in ("messages", "text"):
+    for field in (CHAT_FIELD, "text"):
         if field in row:
             return field
     raise DataError(f"{place}: neither 'messages' nor 'text'; name the field: one of {', '.join(sorted(row))}")
 
 
-def check_document(value: Any, place: str) -> None:
-    """Refuse what is neither text nor a conversation; None counts as empty text.
+def check_document(value: Any, field: str, place: str) -> None:
+    """Refuse what is neither text nor a conversation, and text under the name of conversations; None counts as empty.
 
     Raises:
-        DataError: names the place and the type found.
+        DataError: names the place, the field and the type found.
     """
-    if value is None or isinstance(value, str):
+    if value is None or (isinstance(value, str) and field != CHAT_FIELD):
         return
+    where = f"{place}: field {field!r}"
     if not isinstance(value, list):
-        raise DataError(f"{place} holds {type(value).__name__}; it must be text, or a list of messages")
+        wanted = "a list of messages" if field == CHAT_FIELD else "text, or a list of messages"
+        raise DataError(f"{where} holds {type(value).__name__}; it must be {wanted}")
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise DataError(f"{place}: a message must be an object with 'role' and 'content', not {str(message)[:60]!r}")
+            raise DataError(f"{where}: a message must be an object with 'role' and 'content', not {str(message)[:60]!r}")
+        for key in ("content", *THOUGHT_KEYS):
+            if not isinstance(message.get(key), str | None):
+                raise DataError(f"{where}: {key!r} of a message must be text, not {type(message[key]).__name__}")
 
 
 def holds_text(document: Document) -> bool:

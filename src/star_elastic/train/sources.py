@@ -5,12 +5,13 @@ Text and JSON lines are read by ``files``; parquet, folders and hub names go thr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 from star_elastic.errors import DataError, nearest
+from star_elastic.train import hub
 from star_elastic.train.files import JsonSource, TextSource
 from star_elastic.train.recipe import SourceRecipe
 from star_elastic.train.rows import Document, check_document, choose_field, holds_text
@@ -70,9 +71,9 @@ class TableSource:
         return len(self._column)
 
     def __getitem__(self, index: int) -> Document:
-        value = self._column[index][self.field] or ""
-        check_document(value, f"{self.place(index)}: field {self.field!r}")
-        return value
+        value = self._column[index][self.field]
+        check_document(value, self.field, self.place(index))
+        return value or ""
 
     def place(self, index: int) -> str:
         return f"{self.name}: row {index}"
@@ -104,36 +105,24 @@ def _matches(pattern: Path) -> list[Path]:
 
 
 def _open_table(recipe: SourceRecipe, files: Sequence[Path], form: str = "hub") -> Source:
-    with _quiet_datasets() as datasets:
+    with hub.quiet_datasets() as datasets:
+        online = form != "hub" or hub.answers(recipe)
         try:
             if form == "dataset":
                 table = datasets.load_from_disk(str(files[0]))
             elif form == "parquet":
                 table = datasets.Dataset.from_parquet([str(file) for file in files])
             else:
-                table = datasets.load_dataset(recipe.hub, recipe.subset, split=recipe.split, revision=recipe.revision)
+                with nullcontext() if online else hub.offline():
+                    table = datasets.load_dataset(recipe.hub, recipe.subset, split=recipe.split, revision=recipe.revision)
         except Exception as error:  # datasets raises whatever its readers, its cache or the network raise
-            reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+            reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+            if not online and isinstance(error, ConnectionError):
+                reason = "the hub cannot be reached, no copy is in the cache"
             here = "" if form != "hub" or Path(str(recipe.hub)).exists() else f", and there is no {recipe.hub} on this disk"
-            raise DataError(f"{recipe.name} cannot be read: {reason[0]}{here}") from None
+            raise DataError(f"{recipe.name} cannot be read: {reason}{here}") from None
         if isinstance(table, datasets.DatasetDict):
             if recipe.split not in table:
                 raise DataError(f"{recipe.name}: no split {recipe.split!r}; {nearest(recipe.split, table)}")
             table = table[recipe.split]
     return TableSource(recipe.name, table, recipe.field)
-
-
-@contextmanager
-def _quiet_datasets() -> Iterator[Any]:
-    """``datasets`` without its own progress bars and log lines (it logs an error before it raises it), put back as they were."""
-    import datasets
-
-    silent, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield datasets
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if not silent:
-            datasets.enable_progress_bars()

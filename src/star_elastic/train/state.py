@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from star_elastic.checkpoint import check_target, target_folder
+from star_elastic.checkpoint.target import remove_empty
 from star_elastic.errors import CheckpointError, RecipeError, TargetError
 from star_elastic.submodel import read_json
 from star_elastic.train.recipe import Recipe
@@ -69,19 +70,39 @@ class RunFolder:
     def open(self) -> Iterator[None]:
         """Make and lock the folder while the block runs; without a checkpoint in it, a new run begins.
 
+        If the block fails before the first checkpoint, the folders that were made for it go again.
+
         Raises:
-            TargetError: another process trains in it.
+            TargetError: another process trains in it, or it cannot be made.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path, os.O_RDONLY)
+        made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        with self._locked():
+            try:
+                if self.latest() is None:
+                    self._recipe_file.write_text(self.recipe.model_dump_json(indent=2) + "\n", encoding="utf-8")
+                    self.metrics.unlink(missing_ok=True)
+                yield
+            except (Exception, KeyboardInterrupt):
+                if self.path in made and self.latest() is None:
+                    shutil.rmtree(self.path)
+                    remove_empty(made[1:])
+                raise
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self.latest() is None:
-                self._recipe_file.write_text(self.recipe.model_dump_json(indent=2) + "\n", encoding="utf-8")
-                self.metrics.unlink(missing_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise TargetError(f"cannot make {self.path}, where the run lives: {error.strerror}") from None
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TargetError(
+                    f"another process is training in {self.path}: wait for it, or choose another output"
+                ) from None
             yield
-        except BlockingIOError:
-            raise TargetError(f"another process is training in {self.path}: wait for it, or choose another output") from None
         finally:
             os.close(lock)
 

@@ -1,7 +1,4 @@
-"""A YAML file whose values still know their lines, and validation errors told in one line with that place.
-
-YAML is composed twice: once into plain values, once into nodes, which carry the line numbers that plain values lose.
-"""
+"""A YAML file whose values still know their lines, and validation errors told in one line with that place."""
 
 from __future__ import annotations
 
@@ -18,6 +15,19 @@ from pydantic import BaseModel, ValidationError
 from star_elastic.errors import RecipeError, nearest
 
 Key = tuple[str | int, ...]
+
+MAX_DEPTH = 20  # a recipe has five levels; an alias inside what it stands for has endlessly many
+
+WORDS = {  # pydantic's for Python's types, and ours for YAML's
+    "Value error, ": "",
+    "Input should": "should",
+    "Input is not a valid path for <class 'pathlib.Path'>": "should be a path",
+    "valid dictionary": "mapping",
+    "valid tuple": "list",
+    "Tuple should": "should",
+    "Dictionary should": "should",
+    " after validation": "",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class YamlText:
         """Parse a file.
 
         Raises:
-            RecipeError: missing, unreadable, not YAML, not a mapping, or with a key given twice.
+            RecipeError: missing, unreadable, not YAML, nested too deeply, not a mapping, or with a key given twice.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -48,12 +58,11 @@ class YamlText:
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"recipe {path} cannot be read: {error}") from None
         try:
-            root = yaml.compose(text, Loader=yaml.SafeLoader)
-            content = yaml.safe_load(text)
+            root, content = _parse(text)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             place = f"{path}:{mark.line + 1}" if mark else str(path)
-            raise RecipeError(f"{place}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+            raise RecipeError(f"{place}: not valid YAML: {_reason(error)}") from None
         if not isinstance(root, yaml.MappingNode):
             raise RecipeError(f"{path}: a recipe is a mapping of keys to values, such as 'parent: ./sorted'")
         lines: dict[Key, int] = {}
@@ -85,9 +94,9 @@ class Overrides:
                 raise RecipeError(f"override {text!r} must be key=value, such as optimizer.lr=3e-4")
             key = tuple(int(part) if part.isdigit() else part for part in dotted.strip().split("."))
             try:
-                self.values[key] = (text, yaml.safe_load(value))
+                self.values[key] = (text, _parse(value)[1])
             except yaml.YAMLError:
-                raise RecipeError(f"override {text!r}: {value!r} is not a YAML value; quote it") from None
+                raise RecipeError(f"override {_short(text)}: {_short(value)} is not a YAML value; quote it") from None
 
     def apply(self, content: dict[str, Any]) -> dict[str, Any]:
         """A copy of ``content`` with the changes made."""
@@ -108,7 +117,10 @@ class Overrides:
 def explain(error: ValidationError, model: type[BaseModel], text: YamlText | None, overrides: Overrides) -> RecipeError:
     """Turn the first mistake (by line) into one line: place, key, value, and what would be right."""
     told = []
-    for mistake in error.errors():
+    mistakes = error.errors()
+    for mistake in mistakes:
+        if mistake["type"] == "too_short" and any(_lies_below(other["loc"], mistake["loc"]) for other in mistakes):
+            continue  # pydantic counts the items that are right: a lone wrong one makes the list "empty" as well
         key = tuple(mistake["loc"])
         if (changed := overrides.text(key)) is not None:
             place, order = f"override {changed!r}: ", 0
@@ -130,11 +142,23 @@ def _sentence(mistake: Any, key: Key, model: type[BaseModel]) -> str:
         return f"unknown key {_dotted(key)!r}; {nearest(str(key[-1]), section.model_fields)}"
     if kind == "missing":
         return f"key {_dotted(key)!r} is missing"
-    message = message.removeprefix("Value error, ").replace("Input should", "should")
+    if kind == "model_type":
+        known = ", ".join(_model_at(model, key).model_fields)
+        return f"{_dotted(key)} = {_short(mistake['input'])}: should be a mapping; known keys: {known}"
+    for pydantics, ours in WORDS.items():
+        message = message.replace(pydantics, ours)
     if kind == "value_error" and isinstance(mistake["input"], dict | list | tuple | BaseModel):
         return message  # a rule between several keys, which it names itself
-    value = repr(mistake["input"])
-    return f"{_dotted(key)} = {value if len(value) <= 60 else value[:57] + '...'}: {message}"
+    return f"{_dotted(key)} = {_short(mistake['input'])}: {message}"
+
+
+def _lies_below(key: Key, section: Key) -> bool:
+    return len(key) > len(section) and key[: len(section)] == section
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _model_at(model: type[BaseModel], key: Key) -> type[BaseModel]:
@@ -165,6 +189,46 @@ def _step(place: Any, part: str | int, text: str, *, create: bool) -> Any:
     if create and place.get(part) is None:
         place[part] = {}
     return place.get(part)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader whose constructors tell a value that they cannot make (a 13th month, ...) as a YAML error with its line."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, OverflowError) as error:
+            problem = f"{_short(node.value)} cannot be read ({error}); quote it if it is text"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+
+def _parse(text: str) -> tuple[yaml.Node | None, Any]:
+    """A YAML text as nodes, which carry line numbers, and as plain values, which lose them.
+
+    Raises:
+        yaml.YAMLError: whatever is wrong with it.
+    """
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except RecursionError:
+        raise yaml.YAMLError(f"nested more than {MAX_DEPTH} levels deep") from None
+    if root is not None:
+        _check_depth(root, 0)
+    return root, yaml.load(text, Loader=_Loader)
+
+
+def _check_depth(node: yaml.Node, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        problem = f"nested more than {MAX_DEPTH} levels deep, or an alias inside what it stands for"
+        raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+    if not isinstance(node, yaml.ScalarNode):
+        for item in node.value:
+            for below in item if isinstance(item, tuple) else (item,):
+                _check_depth(below, depth + 1)
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    return " ".join(str(getattr(error, "problem", None) or error).split())
 
 
 def _lines(node: yaml.Node, key: Key) -> Iterator[tuple[Key, int]]:
