@@ -81,7 +81,7 @@ WORDS = {
     "illegal width": (["--width", "hidden=50"], "hidden width 50 is illegal"),
     "query heads": (["--width", "heads=3"], "heads width 3 is illegal"),
     "unknown preset": (["--to", "12b", "--preset", "nemotron"], "no preset 'nemotron'"),
-    "other preset": (["--to", "12b", "--preset", "nemotron-3-nano-30b-a3b"], "is not of preset"),
+    "other preset": (["--to", "12b", "--preset", "nemotron-3-nano-30b-a3b"], "does not have the shapes of preset"),
 }
 
 
