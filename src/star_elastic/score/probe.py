@@ -6,7 +6,7 @@ each cut is run through the sliced lens, which computes exactly what the exporte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,7 +192,6 @@ def measure_losses(
     *,
     label: str,
     progress: bool = False,
-    after: Callable[[Submodel, float], None] = lambda submodel, loss: None,
 ) -> list[float]:
     """Held-out loss of nested models, in nats per token, each as its exported slice would have it.
 
@@ -202,7 +201,6 @@ def measure_losses(
         batches: ``input_ids`` and ``attention_mask``, (B, T).
         label: what the progress bar calls this.
         progress: show it.
-        after: told each loss as soon as it is known.
     """
     rows = list(batches)
     tokens = sum(int(batch["attention_mask"].sum()) for batch in rows)
@@ -211,6 +209,5 @@ def measure_losses(
         for submodel in submodels:
             model.add("measured", submodel)
             losses.append(held_out_loss(model, rows, submodel="measured"))
-            after(submodel, losses[-1])
             advance(tokens)
     return losses
