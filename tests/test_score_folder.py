@@ -117,7 +117,7 @@ def test_bad_input_is_refused_before_the_model_is_loaded(
         (["--seq-len", "257"], "longer than the model's 256 positions"),
         (["--method", "experts=reep"], "did you mean 'reap'"),
         (["--kept", "mamba_head_dim=5"], "nearest legal: 4 and 8"),
-        (["--width", "experts=1"], "top-2"),
+        (["--width", "experts=1"], "a token uses 2"),
         (["--packing", "side"], "'side' is not one of 'cross', 'apart'"),
     ):
         assert message in refused(["score", str(parent), out, "--data", str(data), *words], capsys)
@@ -157,7 +157,7 @@ def test_nan_in_activations_names_the_layer(
     tensors["backbone.layers.2.mixer.v_proj.weight"][0, 0] = float("nan")
     save_file(tensors, parent / "model.safetensors", metadata={"format": "pt"})
     words = ["score", str(parent), str(tmp_path / "scores"), "--data", str(data), "--samples", "2", "--seq-len", "16"]
-    assert "activations of model.layers.2.mixer.o_proj hold NaN" in refused(words, capsys)
+    assert "model.layers.2.mixer.v_proj.weight holds NaN" in refused(words, capsys)
     assert not (tmp_path / "scores").exists()
 
 

@@ -13,6 +13,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHModel
 
 from star_elastic.errors import CheckpointError, TargetError
 from star_elastic.score import score_parent
+from star_elastic.score.state import ScoringStopped
 
 USUAL: dict[str, Any] = {"samples": 4, "seq_len": 32, "save_every": 1}
 
@@ -43,7 +44,7 @@ def stopping(after: int) -> Any:
 
 
 def interrupt(parent: Path, out: Path, data: Path, patch: pytest.MonkeyPatch, after: int) -> None:
-    with patch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with patch.context() as patched, pytest.raises((KeyboardInterrupt, ScoringStopped)):
         patched.setattr(NemotronHModel, "forward", stopping(after))
         score_parent(parent, out, data, **USUAL)
 
@@ -76,7 +77,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(
 def test_states_are_saved_every_so_many_batches(
     parent: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, ScoringStopped)):
         patched.setattr(NemotronHModel, "forward", stopping(3))
         score_parent(parent, tmp_path / "cut", data, **USUAL | {"save_every": 2})
     assert int(load_file(tmp_path / "cut.run" / "state.safetensors")["batches"]) == 2

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from star_elastic.errors import CheckpointError
 from star_elastic.layout import Layout, Tap, Unit
 from star_elastic.score.experts import ExpertSums, FusedExperts
+from star_elastic.score.finite import NotFiniteError, OutputCheck
 from star_elastic.score.methods import ScoreOptions
 from star_elastic.score.spots import Spot, expert_channel_axes, expert_count, spot_of
 from star_elastic.score.sums import ChannelSums, CosineSums, Sums
@@ -78,8 +78,6 @@ class Recorder:
         """Attach to ``units`` (default: all) for the duration of the block; the model is as before afterwards, also on errors."""
         with ExitStack() as stack:
             for unit in self.layout.units if units is None else units:
-                if unit.layer is None:
-                    continue
                 for path, listener in self._listeners(unit, model):
                     stack.enter_context(_attached(model.get_submodule(path), listener))
             yield
@@ -89,7 +87,7 @@ class Recorder:
         """Run one forward pass inside this block. ``mask`` (B, T) is true on real tokens.
 
         Raises:
-            CheckpointError: NaN or infinite activations; names the first module that had them.
+            NotFiniteError: NaN or infinite activations; names the first module that had them.
         """
         self._mask = mask.bool()
         self._padded, self._heard = not bool(self._mask.all()), {}
@@ -101,7 +99,7 @@ class Recorder:
             fine = torch.stack([sums.finite().to(mask.device) for sums in heard]).tolist() if heard else []
             if not all(fine):
                 place = heard[fine.index(False)].place
-                raise CheckpointError(f"activations of {place} hold NaN or infinity, so nothing can be ranked")
+                raise NotFiniteError(f"activations of {place} hold NaN or infinity, so nothing can be ranked")
         finally:
             self._mask = None
 
@@ -139,7 +137,12 @@ class Recorder:
         return [tap for tap in unit.taps if self.options.method(tap.axis) in heard]
 
     def _listeners(self, unit: Unit, model: nn.Module) -> Iterator[tuple[str, Listener]]:
-        assert unit.layer is not None
+        if unit.kind == "head":  # never run
+            return
+        # Before any reader of the output: whoever gave it is the culprit.
+        yield unit.module, self._output_listener(OutputCheck(unit.module))
+        if unit.layer is None:
+            return
         taps = self._taps(unit)
         for spot in dict.fromkeys(spot_of(unit, tap) for tap in taps if tap.side != "experts"):
             yield spot.module, self._channel_listener(spot)
@@ -180,6 +183,13 @@ class Recorder:
             return experts.run(hidden, choice, gates, hear)
 
         return Listener(instead=run)
+
+    def _output_listener(self, check: OutputCheck) -> Listener:
+        def hear(_module: nn.Module, _inputs: tuple[Tensor, ...], _named: dict[str, Any], output: Any) -> None:
+            whole = output[0] if isinstance(output, tuple) else output
+            self._open(check).add(self._silence(whole.detach(), self.mask))
+
+        return Listener(after=hear)
 
     def _cosine_listener(self, sums: CosineSums) -> Listener:
         def hear(_module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any], output: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from star_elastic.layout import Layout, Tap, Unit
 from star_elastic.orders import axis_key, best_first, member_key
 from star_elastic.score.activations import Recorder
+from star_elastic.score.finite import check_scores
 from star_elastic.score.methods import ScoreOptions
 from star_elastic.score.spots import Spot, expert_channel_axes, spot_of
 from star_elastic.score.weights import WeightSums, random_scores
@@ -27,6 +28,7 @@ def collect(recorder: Recorder, weights: WeightSums) -> dict[str, Tensor]:
 
     Raises:
         DataError: a tap saw no token.
+        NotFiniteError: scores that are NaN or infinite, such as norms of weights that are.
     """
     layout, options = recorder.layout, recorder.options
     chosen = {axis: options.method(axis) for axis in layout.width_axes}
@@ -41,6 +43,7 @@ def collect(recorder: Recorder, weights: WeightSums) -> dict[str, Tensor]:
             importance = _importance(recorder, unit, tap, scores)
             scores[key] = scores[key] + importance if key in scores else importance
     scores |= _each_expert(recorder)
+    check_scores(scores)
     return {key: score.float() for key, score in sorted(scores.items())}
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from star_elastic.errors import CheckpointError
 from star_elastic.layout import Layout
+from star_elastic.score.finite import NotFiniteError
 from star_elastic.score.stack import Stack
 
 Batch = Mapping[str, Tensor]
@@ -82,7 +82,7 @@ def remove_layers(
         after_batch: told the state after each batch of each round.
 
     Raises:
-        CheckpointError: logits that are NaN or infinite.
+        NotFiniteError: logits that are NaN or infinite.
     """
     done = done or Removal()
     gram = head_gram(model, layout)
@@ -97,7 +97,7 @@ def remove_layers(
             assert done.changes is not None and done.full is not None
             errors = done.changes / done.full
             if not bool(torch.isfinite(errors[candidates]).all()):
-                raise CheckpointError("logits hold NaN or infinity, or are all zero, so layers cannot be ranked by removal")
+                raise NotFiniteError("logits hold NaN or infinity, or are all zero, so layers cannot be ranked by removal")
             worst = min(candidates, key=lambda layer: float(errors[layer]))
             done.removed.append(worst)
             done.errors.append(float(errors[worst]))

@@ -58,6 +58,6 @@ def write_scores(out: Path | str, parent: Path | str, scores: Scores, report: Sc
         tensors[DEPTH_ORDER] = torch.tensor(scores.depth_order, dtype=torch.int32)
     with target_folder(out, parent) as folder:
         save_file(tensors, folder / SCORES_FILE)
-        (folder / SCORES_FACTS).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+        (folder / SCORES_FACTS).write_text(json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         if report.probe is not None:
             write_probe(folder, report.probe)

@@ -20,6 +20,7 @@ from star_elastic.layout import Layout, Unit
 from star_elastic.progress import progress_bar
 from star_elastic.score.activations import Recorder
 from star_elastic.score.collect import weight_axes
+from star_elastic.score.finite import check_weights
 from star_elastic.score.hidden import HiddenStates, InMemory, OnDisk
 from star_elastic.score.measure import Batch, Scores, count_tokens, summarise
 from star_elastic.score.methods import ScoreOptions
@@ -27,6 +28,7 @@ from star_elastic.score.stack import Stack
 from star_elastic.score.state import RunState
 from star_elastic.score.weights import WeightSums
 from star_elastic.selection import RequestError
+from star_elastic.skeleton import saved_tensors
 from star_elastic.streamed import StreamedModel
 
 Waiting = Literal["memory", "disk"]
@@ -76,7 +78,8 @@ def score_layerwise(
         What ``score_model`` would, and the dtype of the weights.
 
     Raises:
-        As ``score_model``; and CheckpointError: the disk has no room for hidden states.
+        As ``score_model``; and CheckpointError: the disk has no room for hidden states, or those to go on from are gone;
+        NotFiniteError: NaN or infinite weights.
     """
     options = layerwise_options(options)
     options.check(layout)
@@ -120,7 +123,8 @@ class _Run:
                 stack.enter_context(self.streamed.holding(next(u for u in layout.units if u.kind == "embedding")))
             stack.enter_context(self.streamed.holding(unit))
             control = stack.enter_context(Stack(start=unit.layer, stop=unit.layer + 1).controlling(model, layout))
-            stack.enter_context(self.recorder.listening(model, [unit]))
+            stack.enter_context(self.recorder.listening(model, self._heard(unit)))
+            self._check_held()
             self.weights.add(model, layout, unit, self._axes)
             for number, batch in enumerate(self.batches):
                 mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).to(device)
@@ -135,11 +139,21 @@ class _Run:
         return tokens
 
     def other_weights(self) -> None:
-        """Weights outside the decoder layers, where an axis is ranked by them."""
-        for unit in self.recorder.layout.units if self._axes else ():
-            if unit.layer is None:
+        """Check the head's weights; and take from all outside the decoder layers, where an axis is ranked by them."""
+        for unit in self.recorder.layout.units:
+            if unit.kind == "head" or (unit.layer is None and self._axes):
                 with self.streamed.holding(unit):
+                    self._check_held()
                     self.weights.add(self.streamed.model, self.recorder.layout, unit, self._axes)
+
+    def _check_held(self) -> None:
+        """Raise NotFiniteError for NaN or infinity in what is in memory now."""
+        check_weights((name, tensor) for name, tensor in saved_tensors(self.streamed.model) if not tensor.is_meta)
+
+    def _heard(self, unit: Unit) -> list[Unit]:
+        """A layer, with the embedding before the first and the final norm after the last: elsewhere these run for nothing."""
+        ends = {"embedding": 0, "final_norm": self.recorder.layout.num_layers - 1}
+        return [unit, *(other for other in self.recorder.layout.units if ends.get(other.kind) == unit.layer)]
 
     def state(self, unit: Unit) -> dict[str, Tensor]:
         """Everything gathered up to a layer."""

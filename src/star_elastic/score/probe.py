@@ -6,6 +6,7 @@ each cut is run through the sliced lens, which computes exactly what the exporte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,12 @@ from star_elastic.elastic import ElasticModel
 from star_elastic.errors import DataError
 from star_elastic.evaluate import held_out_loss
 from star_elastic.layout import Layout
-from star_elastic.loading import check_tokens
+from star_elastic.loading import check_batches
 from star_elastic.orders import best_first
 from star_elastic.progress import progress_bar
 from star_elastic.reorder import sort_model
 from star_elastic.score.curve import axis_of
+from star_elastic.score.finite import NotFiniteError
 from star_elastic.score.measure import Batch, Scores
 from star_elastic.submodel import ElasticConfig, Submodel
 from star_elastic.train.data import Calibration, held_out_batches
@@ -114,6 +116,9 @@ def probe_scores(
         held_out: rows that were not scored on.
         options: which widths; default: those at or under ``FRACTIONS``.
         progress: show a bar.
+
+    Raises:
+        NotFiniteError: a loss that is no number.
     """
     options = options or ProbeOptions()
     sort_model(model, layout, orders_of(scores, layout))
@@ -122,6 +127,11 @@ def probe_scores(
     full, *losses = measure_losses(
         elastic, [Submodel(), *(cut for _, _, cut in cuts)], held_out, label="probing", progress=progress
     )
+    if not math.isfinite(full):
+        raise NotFiniteError(f"--probe: held-out loss of the whole model is {full}: score without it, or in another --dtype")
+    for (axis, width, _), loss in zip(cuts, losses, strict=True):
+        if not math.isfinite(loss):
+            raise NotFiniteError(f"--probe: held-out loss at {axis}={width} is {loss}: score without it, or in another --dtype")
     points = [
         Point(
             axis=axis,
@@ -153,8 +163,7 @@ def probe_rows(options: ProbeOptions, tokenizer: Any, layout: Layout, **rows: An
     except DataError as error:
         hint = ": score fewer --samples, or give --probe-data" if options.skip else ""
         raise DataError(f"--probe: {error}{hint}") from None
-    for batch in found.batches:
-        check_tokens(batch["input_ids"], layout)
+    check_batches(found.batches, layout)
     return found
 
 

@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 def write_probe(folder: Path, report: ProbeReport) -> None:
     """Write ``probe.json`` into a folder, and ``probe.png`` where matplotlib is installed."""
     content = {"format_version": FORMAT_VERSION, **asdict(report)}
-    (folder / PROBE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / PROBE_FILE).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     if can_plot():
         plot_probe(folder / PLOT_FILE, report)
 

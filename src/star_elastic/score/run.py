@@ -13,9 +13,10 @@ from rich.console import Console
 from star_elastic.checkpoint import Checkpoint, check_target, weights_sha256
 from star_elastic.errors import DataError
 from star_elastic.layout import Layout
-from star_elastic.loading import check_tokenizer, check_tokens, choose_device, choose_dtype, load_model
+from star_elastic.loading import check_batches, check_tokenizer, choose_device, choose_dtype, load_model
 from star_elastic.rewrite import locate
 from star_elastic.score.files import make_report, meanings, write_scores
+from star_elastic.score.finite import check_weights
 from star_elastic.score.layerwise import Waiting, layerwise_options, score_layerwise
 from star_elastic.score.measure import Scores, score_model
 from star_elastic.score.methods import ScoreOptions, parse_curve_widths
@@ -23,6 +24,7 @@ from star_elastic.score.probe import ProbeOptions, ProbeReport, probe_rows, prob
 from star_elastic.score.probe_report import print_probe
 from star_elastic.score.report import ScoreReport, print_report
 from star_elastic.score.state import RunState
+from star_elastic.skeleton import saved_tensors
 from star_elastic.submodel import open_elastic
 from star_elastic.train.data import Calibration, calibration_batches
 from star_elastic.train.documents import load_tokenizer
@@ -109,8 +111,7 @@ def score_parent(
     tokenizer = load_tokenizer(parent)
     check_tokenizer(tokenizer, layout)
     calibration = calibration_batches(data, tokenizer, samples=samples, **rows)
-    for batch in calibration.batches:
-        check_tokens(batch["input_ids"], layout)
+    check_batches(calibration.batches, layout)
     held_out = None
     if probe is not None:
         probe, held_out = prepare_probe(probe, data, shown, calibration, tokenizer, layout, rows)
@@ -124,11 +125,12 @@ def score_parent(
     state = RunState(out, identity, save_every)
     state.check(resume=resume)
     job = Job(checkpoint, layout, options, calibration, where, kind, layerwise, state, probe, held_out)
-    scores, used, probed = job.measure(progress)
-    about = {"parent": str(parent), "data": str(data), "seq_len": length, "packing": packing, **identity}
-    about |= {"dtype": str(used).removeprefix("torch."), "meaning": meanings(options, layout)}
-    report = make_report(out, scores, layout, shown, about, probed)
-    write_scores(out, parent, scores, report)
+    with state.kept():
+        scores, used, probed = job.measure(progress)
+        about = {"parent": str(parent), "data": str(data), "seq_len": length, "packing": packing, **identity}
+        about |= {"dtype": str(used).removeprefix("torch."), "meaning": meanings(options, layout)}
+        report = make_report(out, scores, layout, shown, about, probed)
+        write_scores(out, parent, scores, report)
     state.remove()
     if progress:
         print_report(report, layout, Console())
@@ -164,6 +166,7 @@ class Job:
             )
             return scores, used, None
         model = load_model(self.checkpoint.folder, **where)
+        check_weights(saved_tensors(model))
         scores = score_model(model, self.layout, batches, self.options, **shared)
         if self.probe is None or self.held_out is None:
             return scores, model.dtype, None

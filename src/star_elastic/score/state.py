@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from star_elastic.errors import CheckpointError, TargetError
+from star_elastic.errors import CheckpointError, DataError, ElasticError, TargetError
+from star_elastic.score.finite import NotFiniteError
+from star_elastic.score.hidden import flush
 
 STATE_FILE = "state.safetensors"
+
+
+class ScoringStopped(ElasticError, RuntimeError):
+    """A run that was interrupted, by Ctrl-C or SIGTERM, and can go on."""
 
 
 class RunState:
@@ -40,9 +47,11 @@ class RunState:
         """See whether an unfinished run is in the way, or is another one than this.
 
         Raises:
-            TargetError: there is one and ``resume`` is not wanted.
+            TargetError: there is one and ``resume`` is not wanted; or a file is in its place.
             CheckpointError: there is one of other settings, or its file is damaged.
         """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise TargetError(f"{self.folder} is a file, where an unfinished run would be kept: move it, or choose another OUT")
         if self.folder.exists() and not resume:
             raise TargetError(f"{self.folder} holds an unfinished run: --resume continues it, or remove it")
         if (self.folder / STATE_FILE).exists():
@@ -75,7 +84,32 @@ class RunState:
         fresh = self.folder / f".{STATE_FILE}.partial"
         own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         save_file(own, fresh, metadata={"identity": json.dumps(self.identity)})
+        flush(fresh)
         fresh.replace(self.folder / STATE_FILE)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Score inside this block: what a run leaves behind where it fails is what another can go on from, and nothing else.
+
+        Raises:
+            ScoringStopped: for KeyboardInterrupt, where there is something to go on from.
+        """
+        try:
+            yield
+        except (NotFiniteError, DataError):  # going on would only meet it again
+            self.remove()
+            raise
+        except KeyboardInterrupt:
+            if self._saved:
+                raise ScoringStopped(f"stopped; what is done is in {self.folder}: the same with --resume continues") from None
+            raise
+        finally:
+            if not self._saved:
+                self.remove()
+
+    @property
+    def _saved(self) -> bool:
+        return (self.folder / STATE_FILE).exists()
 
     def remove(self) -> None:
         """The run is finished."""
