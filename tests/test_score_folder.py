@@ -42,7 +42,7 @@ def test_folder_to_folder(parent: Path, data: Path, tmp_path: Path) -> None:
         assert (tensor < 0).nonzero()[:, 0].tolist() == idle.get(key, [])
     summary = json.loads((tmp_path / "scores" / "scores.json").read_text())
     assert summary["tokens"] == report.tokens and summary["samples"] == 4 and summary["seq_len"] == 32
-    assert {"data_sha256", "parent_fingerprint", "weights_sha256", "star_elastic", "methods", "meaning"} <= summary.keys()
+    assert {"data_sha256", "parent_fingerprint", "weights_sample_sha256", "star_elastic", "methods", "meaning"} <= summary.keys()
     # The share that the best half keeps, from the stored scores.
     best = stored["hidden"].double().sort(descending=True).values
     assert summary["kept"]["hidden"]["32"] == pytest.approx(float(best[:32].sum() / best.sum()))

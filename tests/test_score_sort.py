@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from scoring import calibration_file, scored_parent
 from tiny import tiny_folder, tokens
 
-from star_elastic.checkpoint import Checkpoint, weights_sha256
+from star_elastic.checkpoint import Checkpoint, weights_sample_sha256
 from star_elastic.cli import main
 from star_elastic.errors import CheckpointError
 from star_elastic.families import layout_of
@@ -78,15 +78,15 @@ def test_scores_of_another_model_with_equal_shapes_are_refused(parent: Path, dat
 
 
 def test_the_weights_hash_sees_every_tensor_and_no_file_borders(tmp_path: Path) -> None:
-    whole = weights_sha256(Checkpoint.open(tiny_folder(tmp_path / "whole", vocab_size=512)))
+    whole = weights_sample_sha256(Checkpoint.open(tiny_folder(tmp_path / "whole", vocab_size=512)))
     shards = tiny_folder(tmp_path / "shards", sharded=True, vocab_size=512)
     assert len(list(shards.glob("*.safetensors"))) > 2
-    assert weights_sha256(Checkpoint.open(shards)) == whole
+    assert weights_sample_sha256(Checkpoint.open(shards)) == whole
     seen = {whole}
     tensors = Checkpoint.open(tmp_path / "whole").tensors
     for info in tensors.values():
         content = bytearray(info.path.read_bytes())
         content[info.offset + info.nbytes - 1] ^= 1
         info.path.write_bytes(content)
-        seen.add(weights_sha256(Checkpoint.open(tmp_path / "whole")))
+        seen.add(weights_sample_sha256(Checkpoint.open(tmp_path / "whole")))
     assert len(seen) == 1 + len(tensors)

@@ -107,7 +107,7 @@ def check_scored(path: Path, layout: Layout, weights: str | None) -> None:
     said = read_json(facts)
     if said.get("parent_fingerprint") not in (None, layout.fingerprint):
         raise CheckpointError(f"{facts} is of another model: its parent has other shapes than this one")
-    if weights is not None and said.get("weights_sha256") not in (None, weights):
+    if weights is not None and said.get("weights_sample_sha256") not in (None, weights):
         raise CheckpointError(f"{facts} is of another model: its parent {said.get('parent')} has other weights than this one")
 
 

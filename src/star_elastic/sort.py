@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from star_elastic.card import read_licence, sorted_card
-from star_elastic.checkpoint import MAX_SHARD_BYTES, Checkpoint, TensorCut, check_target, weights_sha256
+from star_elastic.checkpoint import MAX_SHARD_BYTES, Checkpoint, TensorCut, check_target, weights_sample_sha256
 from star_elastic.errors import CheckpointError
 from star_elastic.families import family_of
 from star_elastic.layout import Layout, Members
@@ -65,7 +65,7 @@ def sort_parent(
     check_target(out, parent)
     _, layout, _ = open_elastic(parent)
     path = Path(scores) / SCORES_FILE if Path(scores).is_dir() else Path(scores)
-    orders = read_orders(path, layout, weights_sha256(Checkpoint.open(parent)))
+    orders = read_orders(path, layout, weights_sample_sha256(Checkpoint.open(parent)))
     layers = read_depth_order(path, layout)
     facts = {"scores_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     return sort_folder(parent, out, orders, layers=layers, facts=facts, max_shard_bytes=max_shard_bytes, progress=progress)

@@ -14,7 +14,7 @@ No torch: weights are moved as raw bytes, and numpy does that.
 from star_elastic.checkpoint.companions import copy_companions
 from star_elastic.checkpoint.cut import TensorCut
 from star_elastic.checkpoint.reader import Checkpoint, TensorInfo
-from star_elastic.checkpoint.sample import weights_sha256
+from star_elastic.checkpoint.sample import weights_sample_sha256
 from star_elastic.checkpoint.target import check_target, target_folder
 from star_elastic.checkpoint.writer import MAX_SHARD_BYTES, write_weights
 
@@ -26,6 +26,6 @@ __all__ = [
     "check_target",
     "copy_companions",
     "target_folder",
-    "weights_sha256",
+    "weights_sample_sha256",
     "write_weights",
 ]

@@ -13,7 +13,7 @@ PIECES = 16
 PIECE_BYTES = 256
 
 
-def weights_sha256(checkpoint: Checkpoint) -> str:
+def weights_sample_sha256(checkpoint: Checkpoint) -> str:
     """SHA-256 over name, dtype, shape and evenly spaced pieces of every tensor, whatever files they lie in.
 
     Training moves every piece; a change of a few numbers between the pieces of a large tensor is not seen.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from star_elastic.checkpoint import Checkpoint, check_target, weights_sha256
+from star_elastic.checkpoint import Checkpoint, check_target, weights_sample_sha256
 from star_elastic.errors import DataError
 from star_elastic.layout import Layout
 from star_elastic.loading import check_batches, check_tokenizer, choose_device, choose_dtype, load_model
@@ -193,7 +193,7 @@ def identify(checkpoint: Checkpoint, layout: Layout, calibration: Calibration, o
     """What of a run decides its numbers: model, data and methods."""
     return {
         "parent_fingerprint": layout.fingerprint,
-        "weights_sha256": weights_sha256(checkpoint),
+        "weights_sample_sha256": weights_sample_sha256(checkpoint),
         "data_sha256": calibration.sha256,
         **options.as_json(layout),
     }

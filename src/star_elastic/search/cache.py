@@ -19,7 +19,7 @@ class Subject(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     parent_fingerprint: str
-    weights_sha256: str
+    weights_sample_sha256: str
     data_sha256: str
     dtype: str
 

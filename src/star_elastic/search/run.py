@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from star_elastic import cost
-from star_elastic.checkpoint import Checkpoint, weights_sha256
+from star_elastic.checkpoint import Checkpoint, weights_sample_sha256
 from star_elastic.ladder import Budget
 from star_elastic.layout import Layout
 from star_elastic.loading import check_tokens, choose_device, choose_dtype
@@ -91,7 +91,7 @@ def search_parent(
         check_tokens(batch["input_ids"], layout)
     subject = Subject(
         parent_fingerprint=layout.fingerprint,
-        weights_sha256=weights_sha256(checkpoint),
+        weights_sample_sha256=weights_sample_sha256(checkpoint),
         data_sha256=rows.sha256,
         dtype=dtype,
     )
