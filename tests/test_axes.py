@@ -35,7 +35,7 @@ def test_query_heads_are_cut_inside_kv_groups() -> None:
         ("hidden", 65, "the parent has only 64; nearest legal: 64"),
         ("hidden", 0, "at least 1; nearest legal: 4"),
         ("mamba_heads", 3, "inside each of 2 SSM groups; nearest legal: 2 and 4"),
-        ("experts", 1, "a token uses 2; nearest legal: 2"),
+        ("experts", 1, "a token uses its top-2; nearest legal: 2"),
         ("expert_ffn", 30, "nearest legal: 28 and 32"),
     ],
 )

@@ -89,7 +89,7 @@ def test_damaged_experts_are_named(tmp_path: Path) -> None:
     for edit, words in (
         ({up: None}, f"misses {up} that its config.json describes"),
         ({gate: torch.zeros(31, 64)}, f"{gate} has shape \\[31, 64\\]; config.json says \\[32, 64\\]"),
-        ({fused: torch.zeros(8, 64, 64)}, "holds the same tensor as"),
+        ({fused: torch.zeros(8, 64, 64)}, "a second time as"),
     ):
         tiny_qwen3_moe().save_pretrained(tmp_path / "parent")
         rewrite(tmp_path / "parent", edit)

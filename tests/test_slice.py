@@ -351,7 +351,7 @@ def test_many_unknown_tensors_are_named_in_short(source: Path, tmp_path: Path) -
     [
         (Submodel(widths={"hidden": 50}), WidthError, "hidden width 50 is illegal: .*; nearest legal: 48 and 52"),
         (Submodel(widths={"hiden": 48}), UnknownNameError, "no axis 'hiden': did you mean 'hidden'"),
-        (Submodel(widths={"experts": 1}), WidthError, "a token uses 2"),
+        (Submodel(widths={"experts": 1}), WidthError, "a token uses its top-2"),
         (Submodel(layers=(0, 1, 3)), WidthError, "hold no full_attention layer"),
         (Submodel(layers=(0, 9)), WidthError, "from 0 to 5"),
     ],

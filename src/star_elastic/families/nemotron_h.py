@@ -129,7 +129,7 @@ def expert_axis(config: Config) -> Axis:
     """Routed experts: cut inside each expert group; what stays must offer every token its top-k."""
     groups, open_groups, top_k = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
     per_group = max(2, math.ceil(top_k / open_groups))
-    why = f"a token uses {top_k}" + (f" of {open_groups} of {groups} expert groups" if groups > 1 else "")
+    why = f"a token uses its top-{top_k}" + (f", of {open_groups} of {groups} expert groups" if groups > 1 else "")
     rules = (
         Rule(f"experts are cut equally inside each of {groups} expert groups", groups, groups),
         Rule(why, 1, per_group * groups),
