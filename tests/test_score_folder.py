@@ -117,7 +117,7 @@ def test_bad_input_is_refused_before_the_model_is_loaded(
         (["--seq-len", "257"], "longer than the model's 256 positions"),
         (["--method", "experts=reep"], "did you mean 'reap'"),
         (["--kept", "mamba_head_dim=5"], "nearest legal: 4 and 8"),
-        (["--width", "experts=1"], "a token uses 2"),
+        (["--width", "experts=1"], "a token uses its top-2"),
         (["--packing", "side"], "'side' is not one of 'cross', 'apart'"),
     ):
         assert message in refused(["score", str(parent), out, "--data", str(data), *words], capsys)
