@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from tiny import tiny_config, tiny_granitemoehybrid, tiny_llama
 
+import star_elastic
 from star_elastic.axes import Axis, Coupling, Rule
 from star_elastic.errors import CheckpointError, UnknownNameError, WidthError
 from star_elastic.families import layout_of
@@ -144,3 +148,9 @@ def test_an_axis_cut_where_nothing_beside_it_can_move() -> None:
     axes = {"a": Axis("a", 5, rules=(Rule("whole", 5, 5),)), "b": Axis("b", 2, rules=(Rule("whole", 2, 2),))}
     with pytest.raises(WidthError, match="^a 5 is no multiple of b 2: so it is$"):
         coupling.check(axes, {"a": 5, "b": 2})
+
+
+def test_names_of_axes_have_one_home() -> None:
+    source = Path(star_elastic.__file__).parent
+    homes = {path.name for path in source.rglob("*.py") if re.search(r"^DEPTH\b.*= *\"", path.read_text(), re.MULTILINE)}
+    assert homes == {"axes.py"}

@@ -273,6 +273,21 @@ def test_a_hub_that_fails_later_is_one_line(monkeypatch, hub_says):
         ("a.txt", " \n\n", r"a\.txt holds no text"),
         ("a.txt", b"caf\xe9", r"a\.txt is not UTF-8 text"),
         ("a.parquet", "not parquet", r"a\.parquet cannot be read"),
+        (
+            "a.jsonl",
+            r'{"text": "\ud83d\ude00 whole"}' + "\n" + r'{"text": "\ud83d abc"}',
+            r"a\.jsonl:2: field 'text': not valid Unicode text",
+        ),
+        (
+            "a.jsonl",
+            r'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "\ude00"}]}',
+            r"a\.jsonl:1: field 'messages': not valid Unicode text",
+        ),
+        (
+            "a.jsonl",
+            r'{"messages": [{"role": "user", "content": "x", "tool_calls": [{"name": "\ud83d"}]}]}',
+            r"a\.jsonl:1: field 'messages': not valid Unicode text",
+        ),
     ],
 )
 def test_bad_files_are_refused_in_one_line(tmp_path, name, content, message):
@@ -282,7 +297,32 @@ def test_bad_files_are_refused_in_one_line(tmp_path, name, content, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_parquet_whose_text_is_not_unicode_is_told_with_its_row(tmp_path):
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    spans = pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\4\0\0\0")  # "x", and half a surrogate pair in three bytes
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, spans, pyarrow.py_buffer(b"x\xed\xa0\xbd")])
+    write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    opened = source(tmp_path / "a.parquet")
+    assert opened[0] == "x"
+    with pytest.raises(DataError, match=r"a\.parquet: row 1: field 'text': not valid Unicode text$"):
+        opened[1]
+
+
+def test_parquet_files_without_rows(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["x"]}).to_parquet(tmp_path / "b.parquet")
+    datasets.Dataset.from_dict({"text": ["x"]}).select([]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read: it has no rows$"):
+        source(tmp_path / "a.parquet")
+    assert contents(source(tmp_path / "*.parquet")) == ["x"]
+
+
 def test_missing_and_mixed_files_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"data /dev/null is no regular file; save its content to one$"):
+        source("/dev/null")
     with pytest.raises(DataError, match="does not exist"):
         source(tmp_path / "nothing.txt")
     with pytest.raises(DataError, match="does not exist"):
@@ -361,7 +401,10 @@ def test_a_conversation_without_a_template_and_one_it_refuses_are_told_with_thei
 
 
 def test_a_tokenizer_that_is_missing_or_has_no_end(tmp_path, tokenizer):
-    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+    with pytest.raises(CheckpointError, match="holds no tokenizer: copy tokenizer.json and its companions there$"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer that can be read: .*[^:\s]$"):
         load_tokenizer(tmp_path)
     tokenizer.save_pretrained(tmp_path / "good")
     assert load_tokenizer(tmp_path / "good").eos_token_id == EOS
@@ -544,6 +587,9 @@ def test_empty_calibration_data_is_refused(tmp_path, tokenizer):
 
 
 def test_what_a_word_of_data_means(tmp_path):
+    for empty in ("", " "):
+        with pytest.raises(DataError, match="the name of the data is empty: give a file"):
+            source_of(empty)
     (tmp_path / "here").mkdir()
     assert source_of(tmp_path / "here").path == str(tmp_path / "here")
     assert source_of("books/*.txt").path == "books/*.txt"

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from star_elastic.errors import CheckpointError, DataError
 from star_elastic.families import layout_of
-from star_elastic.loading import DeviceError, check_tokens, choose_device, choose_dtype, load_model
+from star_elastic.loading import DeviceError, check_batches, check_tokens, choose_device, choose_dtype, load_model
 
 CPU = torch.device("cpu")
 
@@ -57,3 +57,5 @@ def test_tokens_of_another_tokenizer() -> None:
     check_tokens(torch.tensor([[0, 127]]), layout)
     with pytest.raises(DataError, match="token 128 is outside the model's vocabulary of 128"):
         check_tokens(torch.tensor([[0, 128]]), layout)
+    with pytest.raises(DataError, match="token 130 is outside"):
+        check_batches([{"input_ids": torch.tensor([[number]])} for number in (127, 130)], layout)

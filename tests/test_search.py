@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bytes_tokenizer import write_tokenizer
 from held_out import TEXT, family_folder, reference_loss
 from safetensors.torch import load_file, save_file
 
@@ -175,6 +178,60 @@ def test_other_weights_or_other_tokens_are_measured_anew(folders: Path, tmp_path
     assert changed.measured == 3 and changed.whole.loss != first.whole.loss
     # All of them are in one file, beside each other.
     assert search_parent(folders / "llama", budget, data, tokens=80, **options).measured == 0
+
+
+def _spoilt(parent: Path, folder: Path, name: str, channel: int) -> Path:
+    """A copy whose every number of one channel of one tensor is NaN."""
+    folder.mkdir()
+    for path in parent.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][channel] = math.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_loss_that_is_not_finite_ends_the_search_and_is_not_kept(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, cache = _spoilt(folders / "llama", tmp_path / "nan", "model.norm.weight", 60), tmp_path / "losses.json"
+    words = ["--data", str(folders / "text.txt"), "--params", "40k", "--tokens", "80", "--seq-len", "32"]
+    words += ["--cache", str(cache), "--json"]
+    told = "the model's loss at full width is nan: look for NaN or infinity among its weights\n"
+    assert refused(["search", str(parent), *words], capsys).endswith(told) and not cache.exists()
+    told = told.replace("weights\n", "weights, or try --dtype float32\n")
+    assert refused(["search", str(parent), *words, "--dtype", "bfloat16"], capsys).endswith(told)
+    # A candidate that fails where the whole model does not; the losses before it stay.
+    measured: list[float] = []
+
+    def failing(model: Any, *args: Any, **kwargs: Any) -> float:
+        measured.append(len(measured) + 1.0)
+        return measured[-1] if len(measured) < 3 else math.inf
+
+    monkeypatch.setattr(meter, "held_out_loss", failing)
+    error = refused(["search", str(folders / "llama"), *words], capsys)
+    assert re.search(r"the model's loss at widths (\w+=\d+, )*\w+=\d+(, layers [\d,]+)? is inf: look for NaN", error)
+    assert [entry["loss"] for entry in json.loads(cache.read_text())["losses"]] == [1.0, 2.0]
+    cache.write_text(cache.read_text().replace("2.0", "NaN"))
+    assert "is no cache of a search: losses.1.loss" in refused(["search", str(folders / "llama"), *words], capsys)
+
+
+def test_the_stored_dtype_by_its_name_is_what_auto_means(folders: Path, tmp_path: Path) -> None:
+    options = {"cache": tmp_path / "losses.json", "candidates": 2, "progress": False, **ROWS}
+    budget, data = Budget("params", 40_000), folders / "text.txt"
+    first = search_parent(folders / "llama", budget, data, **options)
+    named = search_parent(folders / "llama", budget, data, dtype="float32", **options)
+    assert (first.measured, named.measured) == (3, 0) and named.candidates == first.candidates
+    half = search_parent(folders / "llama", budget, data, dtype="bfloat16", **options)
+    assert half.measured == 3 and all(one.submodel.widths["hidden"] % 8 == 0 for one in half.candidates)  # 16-byte rows
+
+
+def test_the_tokenizer_of_another_model_is_refused(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = family_folder(tmp_path / "parent", "llama")
+    write_tokenizer(parent, extra=99)
+    capsys.readouterr()
+    words = ["search", str(parent), "--data", str(folders / "text.txt"), "--params", "40k"]
+    assert "the tokenizer has 198 tokens, the model a vocabulary of 128: it is another model's" in refused(words, capsys)
 
 
 def test_a_budget_that_the_whole_model_fits(folders: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -104,6 +105,17 @@ def test_the_axis_that_moves_the_cost_most_takes_what_is_left() -> None:
     for kind, lead in (("params", "expert_ffn"), ("active_params", "shared_ffn")):
         full = Budget(kind, 1).cost(layout, Submodel())
         assert f"; {lead} as large as fits" in make_grid(layout, Budget(kind, int(0.97 * full)), axes).text
+
+
+def test_memory_is_led_by_what_caches_and_states_depend_on_where_they_are_most_of_it() -> None:
+    for context, lead in ((1, "hidden"), (4096, "depth")):
+        budget = Budget("memory", 1, "fp32", context=context)
+        budget = replace(budget, limit=int(0.8 * budget.cost(LLAMA, Submodel())))
+        assert f"; {lead} as large as fits" in make_grid(LLAMA, budget, ["hidden", "depth"], (3, 0, 2, 1)).text
+    for batch, lead in ((1, "hidden"), (512, "mamba_heads")):
+        budget = Budget("memory", 1, "fp32", context=1, batch=batch)
+        budget = replace(budget, limit=int(0.9 * budget.cost(NEMOTRON, Submodel())))
+        assert f"; {lead} as large as fits" in make_grid(NEMOTRON, budget, ["hidden", "mamba_heads"]).text
 
 
 def test_a_budget_above_the_model_leaves_it_whole() -> None:

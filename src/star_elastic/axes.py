@@ -14,6 +14,9 @@ from functools import cached_property
 
 from star_elastic.errors import UnknownNameError, WidthError, nearest
 
+DEPTH = "depth"
+"""The axis whose members are layers; a nested model names those that it keeps instead of a width."""
+
 
 @dataclass(frozen=True)
 class Rule:

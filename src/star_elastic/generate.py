@@ -11,7 +11,7 @@ from transformers import GenerationConfig, TextStreamer
 from star_elastic.checkpoint import Checkpoint
 from star_elastic.elastic import ElasticModel
 from star_elastic.errors import DataError
-from star_elastic.loading import check_tokens, choose_device, choose_dtype, load_model
+from star_elastic.loading import check_batches, check_tokenizer, choose_device, choose_dtype, load_model
 from star_elastic.rewrite import locate
 from star_elastic.submodel import FULL, open_elastic
 from star_elastic.train.documents import load_tokenizer
@@ -64,10 +64,11 @@ def generate_text(
     locate(layout, Checkpoint.open(folder))
     where, kind = choose_device(device), choose_dtype(dtype)
     tokenizer = load_tokenizer(folder)
+    check_tokenizer(tokenizer, layout)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].numel() == 0:
         raise DataError(f"the prompt {prompt!r} holds no token: give it some text")
-    check_tokens(inputs["input_ids"], layout)
+    check_batches([inputs], layout)
 
     model: Any = ElasticModel(load_model(folder, device=where, dtype=kind), elastic).submodel(submodel or FULL)
     model.generation_config = _settings(model.generation_config, tokenizer, temperature)

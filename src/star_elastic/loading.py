@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,12 @@ def check_tokens(ids: torch.Tensor, layout: Layout) -> None:
     size = embedding.rows[0].shape[0]
     if int(ids.max()) >= size:
         raise DataError(f"token {int(ids.max())} is outside the model's vocabulary of {size}: is this its tokenizer?")
+
+
+def check_batches(batches: Iterable[Mapping[str, torch.Tensor]], layout: Layout) -> None:
+    """``check_tokens`` of the ``input_ids`` of every batch."""
+    for batch in batches:
+        check_tokens(batch["input_ids"], layout)
 
 
 @contextmanager

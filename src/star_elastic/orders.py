@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from star_elastic.axes import Axis
+from star_elastic.axes import DEPTH, Axis
 from star_elastic.errors import CheckpointError, UnknownNameError, nearest
 from star_elastic.layout import Layout, Located, Members
 from star_elastic.submodel import read_json
@@ -18,8 +18,8 @@ Orders = Mapping[str, Sequence[int]]
 
 SCORES_FILE = "scores.safetensors"
 SCORES_FACTS = "scores.json"
-DEPTH, DEPTH_ORDER = "depth", "depth_order"
-"""Keys of the layers' scores, one per layer, and of their order, which need not be that of the scores: see ``score.depth``."""
+DEPTH_ORDER = "depth_order"
+"""Key of the layers' order, which need not be that of their scores (key ``DEPTH``, one per layer): see ``score.depth``."""
 
 
 def axis_key(axis: Axis, layer: int | None) -> str:
@@ -115,7 +115,7 @@ def read_depth_order(path: Path, layout: Layout) -> tuple[int, ...] | None:
     """Layers from most to least important: an explicit order, or else that of the scores; None where depth was not scored.
 
     Raises:
-        CheckpointError: no order of this model's layers.
+        CheckpointError: no order of this model's layers, or one whose first layers lack a kind that every nested model needs.
     """
     arrays, axis = _read_arrays(path), layout.axes[DEPTH]
     if DEPTH_ORDER not in arrays and DEPTH not in arrays:
@@ -125,7 +125,20 @@ def read_depth_order(path: Path, layout: Layout) -> tuple[int, ...] | None:
     order = [int(layer) for layer in arrays[DEPTH_ORDER]] if DEPTH_ORDER in arrays else best_first(arrays[DEPTH], axis)
     if sorted(order) != list(range(axis.size)):
         raise CheckpointError(f"{path}: {DEPTH_ORDER} is no permutation of the layers 0 to {axis.size - 1}")
+    _check_needed_first(path, order, layout)
     return tuple(order)
+
+
+def _check_needed_first(path: Path, order: Sequence[int], layout: Layout) -> None:
+    """Raise CheckpointError unless the first layers of an order, however few, have every kind that must stay."""
+    kinds = {unit.layer: unit.kind for unit in layout.units}
+    first = {kinds[layer] for layer in order[: max(layout.axes[DEPTH].minimum, len(layout.required_kinds))]}
+    for kind in sorted(layout.required_kinds - first):
+        wanted = next(layer for layer in order if kinds[layer] == kind)
+        raise CheckpointError(
+            f"{path}: by its order of layers, cuts would lose every {kind} layer, of which one must stay: "
+            f"give a {DEPTH_ORDER} that begins with one, such as {wanted}"
+        )
 
 
 def _check_values(path: Path, key: str, values: np.ndarray, axis: Axis) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from star_elastic.axes import Axis, Rule
+from star_elastic.axes import DEPTH, Axis, Rule
 from star_elastic.families.base import Config, Table, aligned, divides, positive
 from star_elastic.layout import Layout, Norm, Row, State, Tap, Unit
 
@@ -198,7 +198,7 @@ def common_constants(config: Config) -> dict[str, int]:
 
 def named(axes: Sequence[Axis], num_layers: int) -> dict[str, Axis]:
     """Axes by name, with ``depth``."""
-    return {axis.name: axis for axis in (*axes, Axis("depth", num_layers, scope="model"))}
+    return {axis.name: axis for axis in (*axes, Axis(DEPTH, num_layers, scope="model"))}
 
 
 def kept(layers: Sequence[int] | None, num_layers: int) -> Sequence[int]:

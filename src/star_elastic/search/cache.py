@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from star_elastic.errors import CheckpointError, TargetError
 from star_elastic.submodel import Submodel, read_json
@@ -29,7 +29,7 @@ class Entry(Subject):
 
     widths: dict[str, int]
     layers: tuple[int, ...] | None
-    loss: float
+    loss: FiniteFloat
 
 
 class _File(BaseModel):
@@ -69,9 +69,8 @@ class Cache:
             return
         losses = [entry.model_dump(mode="json") for entry in self._entries.values()]
         fresh = self.path.with_name(f".{self.path.name}.partial")
-        fresh.write_text(
-            json.dumps({"format_version": FORMAT_VERSION, "losses": losses}, indent=1) + "\n", encoding="utf-8"
-        )
+        text = json.dumps({"format_version": FORMAT_VERSION, "losses": losses}, indent=1, allow_nan=False)
+        fresh.write_text(text + "\n", encoding="utf-8")
         fresh.replace(self.path)
 
     def _entry(self, submodel: Submodel, loss: float) -> Entry:

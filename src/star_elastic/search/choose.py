@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from star_elastic.axes import DEPTH
 from star_elastic.errors import UnknownNameError, nearest
 from star_elastic.ladder import Budget
 from star_elastic.layout import Layout
 from star_elastic.selection import RequestError
 from star_elastic.submodel import ElasticConfig
 
-DEPTH, EXPERTS = "depth", "experts"
+EXPERTS = "experts"
 
 
 def choose_axes(

@@ -1,8 +1,9 @@
 """The nested models that just fit a budget: a coarse grid over all axes but one, which takes what is left.
 
-The axis that moves the cost most is the *lead* (``hidden`` wherever it is among them). For every combination of the other axes'
-widths, taken from a few fractions of the parent's, the lead has its largest legal width at or under the budget. A combination is
-left out where another one keeps as much on every axis and more on one: it cannot be better.
+The axis whose smallest width leaves the least cost is the *lead*: of parameters usually ``hidden``; of memory, where caches or
+states are most of it, perhaps depth or Mamba heads. For every combination of the other axes' widths, taken from a few fractions
+of the parent's, the lead has its largest legal width at or under the budget. A combination is left out where another one keeps
+as much on every axis and more on one: it cannot be better.
 
 All combinations are priced at once: costs are polynomials of the widths, so widths may be arrays.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from star_elastic.axes import DEPTH
 from star_elastic.errors import WidthError
 from star_elastic.ladder import Budget
 from star_elastic.layout import Layout
@@ -22,8 +24,6 @@ from star_elastic.submodel import Submodel
 
 FRACTIONS = (1.0, 0.875, 0.75, 0.625, 0.5)
 """Parts of the parent's width at which every axis but the lead is tried."""
-
-DEPTH = "depth"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from star_elastic.axes import DEPTH
 from star_elastic.ladder import Budget
 from star_elastic.layout import Layout
 from star_elastic.submodel import FULL, Submodel
@@ -111,7 +112,7 @@ def slice_command(parent: Path, layout: Layout, submodel: Submodel) -> str:
 def show_search(report: SearchReport, *, as_json: bool) -> None:
     """Print a report on stdout, for people or for programs."""
     if as_json:
-        print(json.dumps(report.as_json(), indent=2))
+        print(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
         print_search(report, Console())
 
@@ -150,7 +151,7 @@ def _cuts(report: SearchReport, candidate: Candidate) -> str:
     """The axes that a candidate cuts, with what it keeps."""
     widths = dict(candidate.submodel.widths)
     if candidate.submodel.layers is not None:
-        widths["depth"] = len(candidate.submodel.layers)
+        widths[DEPTH] = len(candidate.submodel.layers)
     cut = [f"{name} {width}" for name, width in widths.items() if width != report.layout.axes[name].size]
     return ", ".join(cut) or "nothing: the whole model"
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from star_elastic import cost
 from star_elastic.checkpoint import Checkpoint, weights_sample_sha256
+from star_elastic.families import layout_of
+from star_elastic.families.base import itemsize
 from star_elastic.ladder import Budget
 from star_elastic.layout import Layout
-from star_elastic.loading import check_tokens, choose_device, choose_dtype
+from star_elastic.loading import check_batches, check_tokenizer, choose_device, choose_dtype, transformers_reads
 from star_elastic.progress import progress_bar
 from star_elastic.rewrite import locate
 from star_elastic.score.run import row_length
@@ -23,6 +26,7 @@ from star_elastic.search.meter import Meter
 from star_elastic.search.report import Candidate, SearchReport
 from star_elastic.search.walk import next_member
 from star_elastic.selection import stored_format
+from star_elastic.streamed import stored_dtype
 from star_elastic.submodel import Submodel, open_elastic
 from star_elastic.train.data import held_out_batches
 from star_elastic.train.documents import load_tokenizer
@@ -66,7 +70,7 @@ def search_parent(
         progress: show a bar.
 
     Raises:
-        CheckpointError: the parent or the cache is missing or damaged.
+        CheckpointError: the parent or the cache is missing or damaged, or a loss is not finite.
         TargetError: the folder of the cache does not exist.
         WidthError: nothing fits the budget; says what can be reached.
         UnknownNameError, RequestError: an axis that the model does not have, twice, or ``depth`` where layers are not ranked.
@@ -80,20 +84,20 @@ def search_parent(
     config, layout, elastic = open_elastic(parent)
     budget = replace(budget, dtype=stored_format(config))
     chosen, notes = choose_axes(layout, elastic, budget, axes)
-    grid = make_grid(layout, budget, chosen, elastic.depth_order)
     checkpoint = Checkpoint.open(parent)
     locate(layout, checkpoint)
-    where, kind = choose_device(device), choose_dtype(dtype)
+    where, kind = choose_device(device), _weights_dtype(dtype, checkpoint)
+    grid = make_grid(_layout_in(kind, config, layout), budget, chosen, elastic.depth_order)
     length = row_length(config, seq_len)
     tokenizer = load_tokenizer(parent)
+    check_tokenizer(tokenizer, layout)
     rows = held_out_batches(data, tokenizer, tokens=tokens, seq_len=length, batch_size=batch_size, seed=seed)
-    for batch in rows.batches:
-        check_tokens(batch["input_ids"], layout)
+    check_batches(rows.batches, layout)
     subject = Subject(
         parent_fingerprint=layout.fingerprint,
         weights_sample_sha256=weights_sample_sha256(checkpoint),
         data_sha256=rows.sha256,
-        dtype=dtype,
+        dtype=str(kind).removeprefix("torch."),
     )
     meter = Meter(parent, layout, rows, Cache(cache, subject), device=where, dtype=kind)
     tried: list[int] = []
@@ -105,7 +109,7 @@ def search_parent(
         while len(tried) < count and (number := next_member(grid.shares, tried, losses)) is not None:
             loss = meter.loss(grid.member(number))
             tried.append(number)
-            losses.append(math.inf if math.isnan(loss) else loss)
+            losses.append(loss)
             advance(rows.tokens)
     found = [_candidate(layout, budget, grid.member(number), loss) for number, loss in zip(tried, losses, strict=True)]
     return SearchReport(
@@ -121,6 +125,25 @@ def search_parent(
         tokens=rows.tokens,
         data_sha256=rows.sha256,
     )
+
+
+def _weights_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype that weights are loaded in: ``auto`` and the stored one by its name are one subject of the cache."""
+    from transformers import AutoConfig
+
+    kind = choose_dtype(name)
+    if isinstance(kind, torch.dtype):
+        return kind
+    with transformers_reads(checkpoint.folder):
+        config = AutoConfig.from_pretrained(str(checkpoint.folder), local_files_only=True, trust_remote_code=False)
+    return stored_dtype(config, checkpoint)
+
+
+def _layout_in(kind: torch.dtype, config: Mapping[str, Any], layout: Layout) -> Layout:
+    """The table for a dtype to run in. Where that is narrower than the stored one, fewer widths make rows of whole 16 bytes."""
+    if kind.itemsize >= itemsize(config):
+        return layout
+    return layout_of({**config, "dtype": str(kind).removeprefix("torch.")})
 
 
 def _candidate(layout: Layout, budget: Budget, submodel: Submodel, loss: float) -> Candidate:

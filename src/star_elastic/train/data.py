@@ -203,8 +203,13 @@ def source_of(data: str | Path) -> SourceRecipe:
     """What a user means by one word of data: something on disk if it is there or looks like a path, else a hub name.
 
     A hub name is ``owner/name``, or a bare name without an ending.
+
+    Raises:
+        DataError: no word at all.
     """
     text = str(data)
+    if not text.strip():
+        raise DataError("the name of the data is empty: give a file, a glob, a folder or a hub name")
     on_disk = Path(text).exists() or any(sign in text for sign in "*?[") or text.startswith((".", "/", "~"))
     if on_disk or Path(text).suffix or text.count("/") > 1:
         return SourceRecipe(path=str(Path(text).expanduser()))

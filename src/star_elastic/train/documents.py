@@ -13,6 +13,9 @@ from star_elastic.errors import CheckpointError, DataError
 from star_elastic.train.rows import THOUGHT_KEYS, Message
 from star_elastic.train.sources import Source
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""Of which every folder with a tokenizer has at least one."""
+
 
 def load_tokenizer(folder: Path | str) -> Any:
     """The tokenizer of a model folder; code that came with the folder is never run.
@@ -26,8 +29,10 @@ def load_tokenizer(folder: Path | str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # whatever the readers of a dozen formats raise
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{folder} holds no tokenizer that can be read: {reason[0]}") from None
+        if not any((Path(folder) / name).exists() for name in TOKENIZER_FILES):
+            raise CheckpointError(f"{folder} holds no tokenizer: copy {TOKENIZER_FILES[0]} and its companions there") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{folder} holds no tokenizer that can be read: {reason}") from None
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer of {folder} has no end-of-sequence token; set eos_token in tokenizer_config.json")
     return tokenizer

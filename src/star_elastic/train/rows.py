@@ -26,14 +26,18 @@ def choose_field(row: Any, place: str) -> str:
 
 
 def check_document(value: Any, field: str, place: str) -> None:
-    """Refuse what is neither text nor a conversation, and text under the name of conversations; None counts as empty.
+    """Refuse what is neither text nor a conversation, text under the name of conversations, and text that is not Unicode.
+
+    None counts as empty.
 
     Raises:
         DataError: names the place, the field and the type found.
     """
+    where = f"{place}: field {field!r}"
+    if not _is_unicode(value):
+        raise DataError(f"{where}: not valid Unicode text, half of a surrogate pair stands alone (\\ud800 to \\udfff)")
     if value is None or (isinstance(value, str) and field != CHAT_FIELD):
         return
-    where = f"{place}: field {field!r}"
     if not isinstance(value, list):
         wanted = "a list of messages" if field == CHAT_FIELD else "text, or a list of messages"
         raise DataError(f"{where} holds {type(value).__name__}; it must be {wanted}")
@@ -43,6 +47,16 @@ def check_document(value: Any, field: str, place: str) -> None:
         for key in ("content", *THOUGHT_KEYS):
             if not isinstance(message.get(key), str | None):
                 raise DataError(f"{where}: {key!r} of a message must be text, not {type(message[key]).__name__}")
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether a field holds only text that can be written down. JSON can escape half a surrogate pair; no tokenizer takes it."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def holds_text(document: Document) -> bool:

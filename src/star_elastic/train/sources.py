@@ -71,7 +71,10 @@ class TableSource:
         return len(self._column)
 
     def __getitem__(self, index: int) -> Document:
-        value = self._column[index][self.field]
+        try:
+            value = self._column[index][self.field]
+        except UnicodeDecodeError:  # files say that a column is UTF-8, and nobody checks before it is read
+            raise DataError(f"{self.place(index)}: field {self.field!r}: not valid Unicode text") from None
         check_document(value, self.field, self.place(index))
         return value or ""
 
@@ -91,7 +94,8 @@ def _find_files(recipe: SourceRecipe) -> tuple[list[Path], str]:
     else:
         files = [path] if path.is_file() else _matches(path)
     if not files:
-        raise DataError(f"data {recipe.path} does not exist")
+        fault = "is no regular file; save its content to one" if path.exists() else "does not exist"
+        raise DataError(f"data {recipe.path} {fault}")
     forms = {ENDINGS.get(file.suffix.lower(), "text") for file in files} if recipe.format == "auto" else {recipe.format}
     if len(forms) > 1:
         raise DataError(f"{recipe.path} mixes {', '.join(sorted(forms))} files; make one source of each")
@@ -105,13 +109,18 @@ def _matches(pattern: Path) -> list[Path]:
 
 
 def _open_table(recipe: SourceRecipe, files: Sequence[Path], form: str = "hub") -> Source:
+    from pyarrow.parquet import ParquetFile
+
     with hub.quiet_datasets() as datasets:
         online = form != "hub" or hub.answers(recipe)
         try:
             if form == "dataset":
                 table = datasets.load_from_disk(str(files[0]))
             elif form == "parquet":
-                table = datasets.Dataset.from_parquet([str(file) for file in files])
+                filled = [str(file) for file in files if ParquetFile(file).metadata.num_rows]  # datasets fails on empty ones
+                if not filled:
+                    raise ValueError("it has no rows")
+                table = datasets.Dataset.from_parquet(filled)
             else:
                 with nullcontext() if online else hub.offline():
                     table = datasets.load_dataset(recipe.hub, recipe.subset, split=recipe.split, revision=recipe.revision)
