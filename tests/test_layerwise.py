@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +177,37 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="GiB more than are free"):
         OnDisk(tmp_path, [(2**20, 2**20)], 1024, torch.float32)
     assert not list(tmp_path.iterdir())
+
+
+def test_one_layer_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read and is still alive, whoever holds it, beside the embedding of the first layer and the final norm."""
+    folder = saved("nemotron_h", tmp_path / "parent")
+    layout = layout_of(read_config(folder))
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most: dict[str, int] = {}
+    read, holding = StreamedModel._read, StreamedModel.holding
+
+    def watched(self: StreamedModel, *place: Any) -> torch.Tensor:
+        tensor = read(self, *place)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    @contextmanager
+    def measured(self: StreamedModel, unit: Any) -> Iterator[None]:
+        with holding(self, unit):
+            most[unit.module] = sum(tensor.nbytes for ref in alive if (tensor := ref()) is not None)
+            yield
+
+    monkeypatch.setattr(StreamedModel, "_read", watched)
+    monkeypatch.setattr(StreamedModel, "holding", measured)
+    score_layerwise(Checkpoint.open(folder), layout, padded(random_rows(), "left"), ScoreOptions(), device=CPU)
+    whole = load_model(folder, device=CPU)
+    own = {unit.module: 0 for unit in layout.units}
+    for name, tensor in saved_tensors(whole):
+        found = layout.find(name)
+        assert found is not None
+        own[found.unit.module] += tensor.nbytes
+    [embedding], [norm] = ([own[u.module] for u in layout.units if u.kind == kind] for kind in ("embedding", "final_norm"))
+    for unit in layout.units:
+        if unit.layer is not None:
+            assert most[unit.module] == own[unit.module] + norm + (embedding if unit.layer == 0 else 0), unit.module

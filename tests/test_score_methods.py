@@ -160,8 +160,8 @@ def test_malformed_words(read: Callable[[list[str]], object], words: list[str], 
 
 
 def test_curve_widths_are_read_and_checked(layout: Layout) -> None:
-    found = parse_curve_widths(["experts=4", "hidden=75%", "experts=50%"], layout)
-    assert found == {"experts": [4, 4], "hidden": [48]}
+    found = parse_curve_widths(["experts=4", "hidden=75%", "experts=50%", "hidden=64", "hidden=100%"], layout)
+    assert found == {"experts": [4, 4], "hidden": [48, 64, 64]}
     for word, error, message in (
         ("experts=1", WidthError, "top-2"),  # fewer experts than top-k
         ("experts=9", WidthError, "the parent has only 8"),
@@ -169,7 +169,7 @@ def test_curve_widths_are_read_and_checked(layout: Layout) -> None:
         ("mamba_heads=3", WidthError, "SSM groups"),
         ("expert=4", UnknownNameError, "did you mean 'experts'"),
         ("experts=few", RequestError, "want AXIS=N or AXIS=P%"),
-        ("hidden=100%", WidthError, "cuts nothing"),
+        ("hidden=101%", WidthError, "cuts nothing"),
     ):
         with pytest.raises(error, match=message):
             parse_curve_widths([word], layout)

@@ -216,6 +216,16 @@ def test_sorting_back_restores_the_parent_bit_for_bit(parent: Path, tmp_path: Pa
             CheckpointError,
             "depth_order is no permutation of the layers 0 to 5",
         ),
+        (
+            {"depth_order": torch.tensor([0, 1, 2, 3, 4, 5])},
+            CheckpointError,
+            "lose every full_attention layer, of which one must stay: give a depth_order that begins with one, such as 2",
+        ),
+        (
+            {"depth": torch.tensor([6.0, 5, 4, 3, 2, 1])},
+            CheckpointError,
+            "lose every full_attention layer, of which one must stay: give a depth_order",
+        ),
         ({"hidden": torch.rand(63)}, CheckpointError, r"hidden has shape \[63\]; this model has 64 hidden"),
         ({"hidden": torch.rand(64, 1)}, CheckpointError, r"hidden has shape \[64, 1\]"),
         (

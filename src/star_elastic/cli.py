@@ -120,8 +120,9 @@ def score(
         bool, typer.Option("--per-expert", help="Give each expert an order of its channels for itself as well.")
     ] = False,
     depth_samples: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Samples for removing layers; each costs a run per pair of layers.")
-    ] = 16,
+        int | None,
+        typer.Option(metavar="N", min=1, help="Samples for removing layers; each costs a run per pair of layers; 16."),
+    ] = None,
     width: Annotated[
         list[str] | None,
         typer.Option(metavar="AXIS=N", help="Show also what this width keeps (N, or P%); may be repeated."),
@@ -135,7 +136,7 @@ def score(
     probe_data: Annotated[
         str | None, typer.Option(metavar="FILE", help="Data for --probe, not --data's rows that were not scored on.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the order of the data.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the order of the data, and of random methods.")] = 0,
     layerwise: Annotated[
         Layerwise | None,
         typer.Option(help="Read the model layer by layer, for one larger than memory; where hidden states wait meanwhile."),

@@ -21,7 +21,8 @@ def check_target(out: Path | str, *sources: Path | str) -> Path:
     """The absolute path of a folder that may be written, which is empty or does not exist; symbolic links are followed.
 
     Raises:
-        TargetError: ``out`` is a file or a non-empty folder, or it is, contains or lies inside one of ``sources``.
+        TargetError: ``out`` is a file or a non-empty folder, cannot be made where it would lie, or is, contains or lies
+            inside one of ``sources``.
     """
     target = Path(out).resolve()
     for source in (Path(given).resolve() for given in sources):
@@ -35,7 +36,16 @@ def check_target(out: Path | str, *sources: Path | str) -> Path:
         raise TargetError(f"target {out} is a file: choose the name of a new folder")
     if target.is_dir() and any(target.iterdir()):
         raise TargetError(f"target {out} exists and is not empty: choose another folder, or remove it first")
+    _check_can_make(out, next(parent for parent in target.parents if parent.exists()))
     return target
+
+
+def _check_can_make(out: Path | str, parent: Path) -> None:
+    """Raise TargetError unless folders can be made in ``parent``, the nearest that exists."""
+    if not parent.is_dir():
+        raise TargetError(f"target {out} cannot be made: {parent} is a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise TargetError(f"target {out} cannot be made: {parent} is not writable")
 
 
 @contextmanager

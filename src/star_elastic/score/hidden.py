@@ -103,7 +103,7 @@ def flush(path: Path) -> None:
 
 
 def _check_whole(path: Path, size: int) -> None:
-    """Raise CheckpointError unless a file is there in full: mapping it would fill it up with zeros, which are no hidden states."""
+    """Raise CheckpointError unless a file is there in full: mapping it would fill it up with zeros."""
     found = path.stat().st_size if path.is_file() else None
     if found != size:
         what = "is missing" if found is None else f"has {found} bytes, not {size}"

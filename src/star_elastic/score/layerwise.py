@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,14 +23,13 @@ from star_elastic.score.finite import check_weights
 from star_elastic.score.hidden import HiddenStates, InMemory, OnDisk
 from star_elastic.score.measure import Batch, Scores, count_tokens, summarise
 from star_elastic.score.methods import ScoreOptions
+from star_elastic.score.settings import Waiting
 from star_elastic.score.stack import Stack
 from star_elastic.score.state import RunState
 from star_elastic.score.weights import WeightSums
 from star_elastic.selection import RequestError
 from star_elastic.skeleton import saved_tensors
 from star_elastic.streamed import StreamedModel
-
-Waiting = Literal["memory", "disk"]
 
 
 def layerwise_options(options: ScoreOptions, *, probe: bool = False) -> ScoreOptions:

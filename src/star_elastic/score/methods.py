@@ -31,6 +31,9 @@ DEPTH_METHODS = {
     "none": "not ranked",
 }
 
+DEPTH_SAMPLES = 16
+"""Rows that iterative removal reads, unless told otherwise."""
+
 IDLE_RULE = "experts that no token reached are not measured: they rank last, by the L2 norm of their router row, as -1, -2, ..."
 
 
@@ -55,7 +58,7 @@ class ScoreOptions:
     methods: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, int] = field(default_factory=dict)
     per_expert: bool = False
-    depth_samples: int = 16
+    depth_samples: int = DEPTH_SAMPLES
     seed: int = 0
 
     def method(self, axis: str) -> str:
@@ -68,19 +71,26 @@ class ScoreOptions:
         Raises:
             UnknownNameError: an axis that the model does not have, or a method that the axis does not know.
             WidthError: an illegal kept width, or one of an axis that no other is judged over.
-            RequestError: per-expert orders where channels are not ranked by activation.
+            RequestError: per-expert orders, or a kept width, where channels are not ranked by activation; no samples for depth.
         """
         for axis, name in self.methods.items():
             if axis not in layout.axes:
                 raise UnknownNameError(f"--method {axis}={name}: this model has no axis {axis!r}: {nearest(axis, layout.axes)}")
             if name not in methods_for(axis):
                 raise UnknownNameError(f"no method {name!r} for {axis}: {nearest(name, methods_for(axis))}")
-        over = {tap.over for unit in layout.units for tap in unit.taps if tap.over}
+        if self.depth_samples < 1:
+            raise RequestError(f"depth_samples is {self.depth_samples}: want 1 or more")
+        over = {tap.over: tap.axis for unit in layout.units for tap in unit.taps if tap.over}
         for axis, width in self.kept.items():
             if axis not in over:
                 known = f"only {', '.join(sorted(over))} can be" if over else "this model has no such axis"
                 raise WidthError(f"--kept {axis}={width}: no axis is judged over the kept members of {axis!r}; {known}")
             layout.axes[axis].check(width)
+            if self.method(over[axis]) != "activation":
+                raise RequestError(
+                    f"--kept {axis}={width} is for {over[axis]}=activation, and here {over[axis]}={self.method(over[axis])}: "
+                    "leave it out"
+                )
         if self.per_expert:
             self._check_per_expert(layout)
 
@@ -139,6 +149,8 @@ def _width(axis: str, number: str, layout: Layout) -> int:
         return int(number)
     percent = int(number[:-1])
     width = one.at_most(percent * one.size / 100)
+    if percent == 100:
+        return one.size
     if width == one.size or width > percent * one.size / 100:
         options = " and ".join(str(w) for w in one.neighbours(percent * one.size / 100))
         raise WidthError(f"{axis}={number} of {one.size} cuts nothing that can be cut; nearest legal: {options}")

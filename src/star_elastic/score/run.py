@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +18,13 @@ from star_elastic.loading import check_batches, check_tokenizer, choose_device, 
 from star_elastic.rewrite import locate
 from star_elastic.score.files import make_report, meanings, write_scores
 from star_elastic.score.finite import check_weights
-from star_elastic.score.layerwise import Waiting, layerwise_options, score_layerwise
+from star_elastic.score.layerwise import layerwise_options, score_layerwise
 from star_elastic.score.measure import Scores, score_model
-from star_elastic.score.methods import ScoreOptions, parse_curve_widths
+from star_elastic.score.methods import DEPTH_SAMPLES, ScoreOptions, parse_curve_widths
 from star_elastic.score.probe import ProbeOptions, ProbeReport, probe_rows, probe_scores
 from star_elastic.score.probe_report import print_probe
 from star_elastic.score.report import ScoreReport, print_report
+from star_elastic.score.settings import Waiting, check_depth_samples, check_settings
 from star_elastic.score.state import RunState
 from star_elastic.skeleton import saved_tensors
 from star_elastic.submodel import open_elastic
@@ -45,7 +47,7 @@ def score_parent(
     methods: Mapping[str, str] | None = None,
     kept: Mapping[str, int] | None = None,
     per_expert: bool = False,
-    depth_samples: int = 16,
+    depth_samples: int | None = None,
     widths: Sequence[str] = (),
     probe: ProbeOptions | None = None,
     layerwise: Waiting | None = None,
@@ -72,7 +74,7 @@ def score_parent(
         methods: by axis, what to rank by; see ``score.methods``.
         kept: for ``mamba_head_dim``, the channels by which Mamba heads are judged; see ``ScoreOptions``.
         per_expert: give every routed expert an order of its channels for itself, beside the layer's.
-        depth_samples: rows that iterative removal of layers reads.
+        depth_samples: rows that iterative removal of layers reads; default: 16.
         widths: ``AXIS=N`` or ``AXIS=P%``: further widths at which to show what a cut keeps.
         probe: measure held-out loss of one-shot cuts as well; those widths and ``widths`` are cut. Adds ``probe.json``, and
             ``probe.png`` where matplotlib is installed.
@@ -83,24 +85,31 @@ def score_parent(
         save_every: batches between two saves.
         device: ``auto`` takes a GPU where there is one.
         dtype: ``auto`` keeps the stored one.
-        progress: show progress bars, and at the end a table.
+        progress: show progress bars where stderr is a terminal, and at the end a table.
 
     Raises:
-        CheckpointError: the parent is missing or damaged, its activations are not finite, or ``OUT.run`` is of another run.
+        CheckpointError: the parent is missing or damaged, or ``OUT.run`` is of another run.
+        NotFiniteError: weights, activations or scores are NaN or infinite; nothing is written.
         TargetError: ``out`` is not empty or lies inside the parent, or ``OUT.run`` exists and ``resume`` is not given.
         DataError: the data cannot be read or holds no token; rows exceed the model's positions; the tokenizer is another model's.
-        UnknownNameError, WidthError, RequestError: see ``ScoreOptions.check`` and ``parse_curve_widths``.
+        UnknownNameError, WidthError, RequestError: see ``ScoreOptions.check``, ``check_settings`` and ``parse_curve_widths``.
+        ScoringStopped: on Ctrl-C or SIGTERM, where ``OUT.run`` can be continued.
 
     Example:
         >>> report = score_parent("parent", "scores", "calibration.jsonl", samples=64, seq_len=512)
         >>> report.kept["hidden"]
         {56: 0.93, 48: 0.81, 32: 0.59, 16: 0.34}
     """
+    counts = {"samples": samples, "seq_len": seq_len, "batch_size": batch_size, "depth_samples": depth_samples}
+    check_settings(
+        packing=packing, layerwise=layerwise, resume=resume, seed=seed, counts={**counts, "save_every": save_every}
+    )
     config, layout, _ = open_elastic(parent)
-    options = ScoreOptions(methods or {}, kept or {}, per_expert, depth_samples, seed)
+    options = ScoreOptions(methods or {}, kept or {}, per_expert, depth_samples or DEPTH_SAMPLES, seed)
     if layerwise:
         options = layerwise_options(options, probe=probe is not None)
     options.check(layout)
+    check_depth_samples(depth_samples, options)
     shown = parse_curve_widths(widths, layout)
     length = row_length(config, seq_len)
     checkpoint = Checkpoint.open(parent)
@@ -126,7 +135,7 @@ def score_parent(
     state.check(resume=resume)
     job = Job(checkpoint, layout, options, calibration, where, kind, layerwise, state, probe, held_out)
     with state.kept():
-        scores, used, probed = job.measure(progress)
+        scores, used, probed = job.measure(progress and sys.stderr.isatty())
         about = {"parent": str(parent), "data": str(data), "seq_len": length, "packing": packing, **identity}
         about |= {"dtype": str(used).removeprefix("torch."), "meaning": meanings(options, layout)}
         report = make_report(out, scores, layout, shown, about, probed)
