@@ -65,19 +65,22 @@ def test_a_weight_that_is_no_number_is_named(
 
 
 @pytest.mark.parametrize("layerwise", [None, "memory"])
-@pytest.mark.parametrize("layer", [0, 4])
-def test_an_output_that_overflows_names_the_layer_that_gave_it(
-    parent: Path, data: Path, tmp_path: Path, layerwise: Any, layer: int
+@pytest.mark.parametrize(
+    ("stored", "place"),
+    [
+        ("layers.0.mixer.out_proj.weight", r"model\.layers\.0"),
+        ("layers.4.mixer.shared_experts.down_proj.weight", r"model\.layers\.4"),
+        ("norm_f.weight", r"model\.norm_f"),
+    ],
+)
+def test_an_output_that_overflows_names_the_module_that_gave_it(
+    parent: Path, data: Path, tmp_path: Path, layerwise: Any, stored: str, place: str
 ) -> None:
-    kind = {0: "mixer.out_proj.weight", 4: "mixer.fc2_latent_proj.weight"}[layer]
     tensors = load_file(parent / "model.safetensors")
-    name = f"backbone.layers.{layer}.{kind}"
-    if name not in tensors:
-        name = f"backbone.layers.{layer}.mixer.shared_experts.down_proj.weight"
-    tensors[name].fill_(3e38)
+    tensors[f"backbone.{stored}"].fill_(3e38)
     save_file(tensors, parent / "model.safetensors", metadata={"format": "pt"})
     options = USUAL | {"methods": {"depth": "none"}, "layerwise": layerwise}
-    with pytest.raises(NotFiniteError, match=rf"activations of model\.layers\.{layer} hold NaN or infinity"):
+    with pytest.raises(NotFiniteError, match=f"activations of {place} hold NaN or infinity"):
         score_parent(parent, tmp_path / "scores", data, **options)
     assert left(tmp_path) == ["calibration.jsonl", "parent"]
 

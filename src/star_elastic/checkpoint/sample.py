@@ -1,4 +1,4 @@
-"""A cheap hash of a model's weights: models of equal shapes differ in it, and it reads a few megabytes of any model."""
+"""A cheap hash over a sample of a model's weights: it tells trained models apart, and reads a few megabytes of any."""
 
 from __future__ import annotations
 
