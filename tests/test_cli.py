@@ -128,7 +128,7 @@ def test_what_is_not_there(words: list[str], tmp_path: Path, capsys: pytest.Capt
     [
         (DataError("two\nlines"), "error: two lines\n"),
         (KeyboardInterrupt(), "error: interrupted; nothing unfinished was kept\n"),
-        (PermissionError(errno.EACCES, "Permission denied", "/root/x"), "error: Permission denied: /root/x\n"),
+        (PermissionError(errno.EACCES, "Permission denied", "/srv/x"), "error: Permission denied: /srv/x\n"),
         (OSError(errno.ENOSPC, "No space left on device"), "error: [Errno 28] No space left on device\n"),
     ],
 )

@@ -24,16 +24,33 @@ class Planned(Protocol):
     """A tensor to be written: its description, and its bytes when asked for."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name to write it under."""
+        ...
+
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """safetensors dtype name."""
+        ...
+
     @property
-    def itemsize(self) -> int: ...
+    def itemsize(self) -> int:
+        """Bytes per number."""
+        ...
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Shape."""
+        ...
+
     @property
-    def nbytes(self) -> int: ...
-    def blocks(self) -> Iterator[memoryview]: ...
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        ...
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Its bytes, in order; each block is written before the next is asked for."""
+        ...
 
 
 def write_weights(
