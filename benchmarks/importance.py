@@ -4,11 +4,13 @@
     python benchmarks/importance.py orders  OUT/demo-1 RESULTS --data OUT/data --seeds 1
     python benchmarks/importance.py experts OUT/uneven-0 RESULTS --data OUT/data --seeds 0
     python benchmarks/importance.py depth   PARENT RESULTS --data library --seeds 0
+    python benchmarks/importance.py heads   OUT/demo-0 RESULTS --data OUT/data --seeds 0
     python benchmarks/importance_tables.py RESULTS
 
 ``orders`` cuts every axis to 0.9, 0.75 and 0.5 of its width (nearest legal), and all width axes together to those shares of the
 active parameters, with the members sorted by importance, as they lie, at random, and sorted the wrong way round. ``experts``
 cuts routed experts in the order of each way to rank them. ``depth`` compares layers removed with widths cut, at equal parameters.
+``heads`` ranks Mamba heads by other numbers, to see what the usual one misses.
 
 A seed picks the calibration rows, the held-out rows and the random order. Calibration and held-out rows never share a file.
 Cuts run through the sliced lens on a model sorted in memory, which computes what the exported slice would.
@@ -57,13 +59,13 @@ def main() -> None:
     options = read_options()
     for seed in options.seeds:
         job = Job.open(options, seed)
-        {"orders": run_orders, "experts": run_experts, "depth": run_depth}[options.experiment](job)
+        EXPERIMENTS[options.experiment](job)
 
 
 def read_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("experiment", choices=["orders", "experts", "depth"])
+    parser.add_argument("experiment", choices=list(EXPERIMENTS))
     parser.add_argument("parent", type=Path)
     parser.add_argument("results", type=Path, help="folder of JSON files")
     parser.add_argument("--data", required=True, help="'library' for Python's own sources, or the demo's data folder")
@@ -74,6 +76,10 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--depth-samples", type=int, default=16, help="rows that removal of layers reads")
+    parser.add_argument("--depth-methods", nargs="+", default=["cosine", "removal"])
+    parser.add_argument(
+        "--depth-shares", type=float, nargs="+", default=[0.85, 0.75], help="of the parameters, to keep"
+    )
     return parser.parse_args()
 
 
@@ -225,11 +231,12 @@ def run_orders(job: Job) -> None:
     alone = job.options.axes if job.options.axes is not None else list(job.layout.axes)
     scores = job.score({} if "depth" in alone else {"depth": "none"})
     layers = layer_orders(job, scores) if "depth" in alone else {}
-    for order, ranked in width_orders(scores, job.seed).items():
+    ranked = width_orders(scores, job.seed)
+    for order in ranked:
         cuts = [cut for axis in alone if axis != "depth" for cut in axis_cuts(job.layout, axis)]
-        cuts += [together(job.layout, share, "active_params") for share in SHARES]
-        cuts += depth_cuts(job.layout, layers[order]) if layers else []
-        job.measure(order, ranked, cuts)
+        job.measure(order, ranked[order], cuts + (depth_cuts(job.layout, layers[order]) if layers else []))
+    for order in ranked:
+        job.measure(order, ranked[order], [together(job.layout, share, "active_params") for share in SHARES])
 
 
 def width_orders(scores: Scores, seed: int) -> dict[str, Scores | None]:
@@ -319,10 +326,10 @@ def run_depth(job: Job) -> None:
     """Layers removed by each way to rank them, against widths cut to as many parameters."""
     job.measure("unsorted", None, [Cut("none", 1.0, Submodel())])
     whole = float(cost.params(job.layout, {}))
-    for method in ("cosine", "removal"):
+    for method in job.options.depth_methods:
         scores = job.score({"depth": method})
         order = list(scores.depth_order or ())
-        for share in (0.85, 0.75):
+        for share in job.options.depth_shares:
             kept = min(
                 range(1, len(order)), key=lambda n: abs(cost.params(job.layout, {}, sorted(order[:n])) - share * whole)
             )
@@ -337,6 +344,49 @@ def width_sets(layout: Layout) -> list[list[str]]:
     """Sets of axes that are cut instead of layers: those of the published family, and its parts."""
     inner = [name for name in ("ffn", "expert_ffn", "shared_ffn") if name in layout.axes]
     return [["hidden", *inner], inner, ["hidden"]]
+
+
+def run_heads(job: Job) -> None:
+    """Mamba heads of a NemotronH, ranked by the usual score, by weights, by what reaches the output projection, and at random."""
+    sizes = [width for width in job.layout.axes["mamba_heads"].legal()[:-1] if width > 2]
+    cuts = [Cut("mamba_heads", width, Submodel(widths={"mamba_heads": width})) for width in sizes]
+    job.measure("unsorted", None, [Cut("none", 1.0, Submodel())])
+    usual = job.score({"depth": "none"})
+    keys = [key for key in usual.tensors if key.endswith(".mamba_heads")]
+    job.results.note("variation", {key: float(usual.tensors[key].std() / usual.tensors[key].mean()) for key in keys})
+    job.measure("score", usual, cuts)
+    job.measure("weight_norm", job.score({"depth": "none", "mamba_heads": "weight_norm"}), cuts)
+    outputs = gated_outputs(job, keys)
+    job.measure("output", replace(usual, tensors={key: one for key, (one, _) in outputs.items()}), cuts)
+    job.measure("output x weight", replace(usual, tensors={key: one for key, (_, one) in outputs.items()}), cuts)
+    for number in range(8):
+        generator = torch.Generator().manual_seed(1000 * job.seed + number)
+        chance = {key: torch.rand(len(usual.tensors[key]), generator=generator) for key in keys}
+        job.measure(f"random {number}", replace(usual, tensors=chance), cuts)
+
+
+def gated_outputs(job: Job, keys: Sequence[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Per Mamba layer, L2 over a head's channels of mean |input of out_proj|, bare and times the norms of out_proj's columns."""
+    found = {}
+    for key in keys:
+        projection = job.model.base_model.layers[int(key.split(".")[1])].mixer.out_proj
+        sums = torch.zeros(projection.in_features)
+
+        def hear(_module: Any, inputs: tuple[torch.Tensor, ...], sums: torch.Tensor = sums) -> None:
+            sums += inputs[0].float().abs().flatten(0, -2).sum(0)  # padding adds the same kind of noise to every head
+
+        handle = projection.register_forward_pre_hook(hear)
+        with torch.inference_mode():
+            for batch in job.calibration.batches:
+                job.model.base_model(**batch, use_cache=False)
+        handle.remove()
+        heads = job.layout.axes["mamba_heads"].size
+        columns = projection.weight.detach().norm(dim=0)
+        found[key] = tuple(one.view(heads, -1).norm(dim=1) for one in (sums, sums * columns))
+    return found
+
+
+EXPERIMENTS = {"orders": run_orders, "experts": run_experts, "depth": run_depth, "heads": run_heads}
 
 
 if __name__ == "__main__":

@@ -24,7 +24,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
     runs = [json.loads(path.read_text()) for path in sorted(parser.parse_args().results.glob("*.json"))]
-    for experiment, show in {"orders": show_orders, "experts": show_experts, "depth": show_depth}.items():
+    for experiment, show in {
+        "orders": show_orders,
+        "experts": show_experts,
+        "depth": show_depth,
+        "heads": show_heads,
+    }.items():
         for name in sorted({group_of(run) for run in runs if run["about"]["experiment"] == experiment}):
             chosen = [run for run in runs if run["about"]["experiment"] == experiment and group_of(run) == name]
             print(f"\n### {experiment}: {name}\n\n{facts(chosen)}\n")
@@ -116,7 +121,7 @@ def show_experts(runs: Sequence[dict[str, Any]]) -> None:
 def load(run: dict[str, Any]) -> str:
     """How unevenly calibration tokens fall on experts, and how alike REAP and frequency rank them."""
     parts = []
-    for key, counts in run["scores_frequency"].items():
+    for key, counts in run.get("scores_frequency", {}).items():
         total, mean = sum(counts), sum(counts) / len(counts)
         few = sum(count < mean / 4 for count in counts)
         alike = spearman(counts, run["scores_reap"][key])
@@ -148,6 +153,19 @@ def show_depth(runs: Sequence[dict[str, Any]]) -> None:
             kept = label(cut, about).split(": ")[-1]
             left = f"{cut['params'] / about['params']:.1%}"
             print(f"| {left} | {name} | {kept} | {spread(added(run, order, cut) for run in runs)} |")
+
+
+def show_heads(runs: Sequence[dict[str, Any]]) -> None:
+    """Mamba heads by other numbers; the random orders as one column, mean and deviation over seeds and orders."""
+    columns = ("score", "weight_norm", "output", "output x weight")
+    for run in runs:
+        varied = ", ".join(f"{key} {value:.1%}" for key, value in run["variation"].items())
+        print(f"Standard deviation of the usual score over its mean, {run['about']['parent']}: {varied}.")
+    print(f"\n| kept | {' | '.join(columns)} | eight random orders |\n|---|{'---|' * (len(columns) + 1)}")
+    for cut in cuts_of(runs, "score"):
+        cells = [spread(added(run, order, cut) for run in runs) for order in columns]
+        chance = spread(added(run, f"random {number}", cut) for run in runs for number in range(8))
+        print(f"| {label(cut, runs[0]['about'])} | {' | '.join([*cells, chance])} |")
 
 
 if __name__ == "__main__":
