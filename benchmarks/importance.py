@@ -306,20 +306,23 @@ def together(layout: Layout, share: float, kind: str, axes: Sequence[str] | None
 
 
 def run_experts(job: Job) -> None:
-    """Routed experts cut in the order of each way to rank them, and sorted the wrong way round."""
+    """Routed experts cut in the order of each way to rank them, of REAP backwards, and of its sum instead of its mean."""
     axis = job.layout.axes["experts"]
     cuts = [
         Cut("experts", round(width / axis.size, 3), Submodel(widths={"experts": width})) for width in axis.legal()[:-1]
     ]
     job.measure("unsorted", None, [Cut("none", 1.0, Submodel())])
+    found = {}
     for method in EXPERT_METHODS:
-        scores = job.score({"experts": method, "depth": "none"})
-        job.results.note(
-            f"scores_{method}", {k: s.tolist() for k, s in scores.tensors.items() if k.endswith(".experts")}
-        )
+        scores = found[method] = job.score({"experts": method, "depth": "none"})
+        experts = {key: one.tolist() for key, one in scores.tensors.items() if key.endswith(".experts")}
+        job.results.note(f"scores_{method}", experts)
         job.measure(method, scores, cuts)
-        if method == "reap":
-            job.measure("reap_reverse", width_orders(scores, job.seed)["reverse"], cuts)
+    job.measure("reap_reverse", width_orders(found["reap"], job.seed)["reverse"], cuts)
+    summed = {
+        key: one * found["frequency"].tensors[key] for key, one in found["reap"].tensors.items() if key in experts
+    }
+    job.measure("reap_summed", replace(found["reap"], tensors=summed), cuts)
 
 
 def run_depth(job: Job) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ORDERS = ("sorted", "unsorted", "random", "reverse")
-METHODS = ("reap", "activation", "frequency", "router_weight", "random", "reap_reverse")
+METHODS = ("reap", "reap_summed", "activation", "frequency", "router_weight", "random", "reap_reverse")
 
 
 def main() -> None:
