@@ -144,27 +144,44 @@ def ranks(values: Sequence[float]) -> list[int]:
 
 
 def show_depth(runs: Sequence[dict[str, Any]]) -> None:
-    """Layers against widths at equal parameters."""
-    print("| parameters left | cut | kept | added loss |\n|---|---|---|---|")
-    about = runs[0]["about"]
-    for order in ("depth_removal", "depth_cosine", "sorted"):
-        for cut in cuts_of(runs, order):
-            name = order.replace("_", " by ") if order != "sorted" else f"width: {cut['axis']}"
-            kept = label(cut, about).split(": ")[-1]
-            left = f"{cut['params'] / about['params']:.1%}"
-            print(f"| {left} | {name} | {kept} | {spread(added(run, order, cut) for run in runs)} |")
+    """Layers against widths at equal parameters; parents may differ in which layers go, and so in what is left."""
+    print("| aim | cut | parameters left | added loss |\n|---|---|---|---|")
+    for method in ("removal", "cosine"):
+        chosen = [one for one in runs[0]["losses"] if method in (one["note"][3:], one["order"].removeprefix("depth_"))]
+        for cut in sorted(chosen, key=lambda one: -one["share"]):
+            name = (
+                f"layers by {method}"
+                if cut["axis"] == "depth"
+                else f"{cut['axis']}, as many as layers by {method} leave"
+            )
+            same = [one for run in runs for one in run["losses"] if alike(one, cut)]
+            left = [one["params"] / runs[0]["about"]["params"] for one in same]
+            share = f"{min(left):.1%}" if max(left) - min(left) < 5e-4 else f"{min(left):.1%} to {max(left):.1%}"
+            print(
+                f"| {cut['share']:.0%} | {name} | {share} | {spread(added(run, cut['order'], cut) for run in runs)} |"
+            )
+
+
+def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two entries measure the same cut in the same order."""
+    return all(one[key] == other[key] for key in ("order", "axis", "share", "note"))
 
 
 def show_heads(runs: Sequence[dict[str, Any]]) -> None:
-    """Mamba heads by other numbers; the random orders as one column, mean and deviation over seeds and orders."""
+    """Mamba heads by other numbers, with how many random orders of the same parent each beats; those as one column."""
     columns = ("score", "weight_norm", "output", "output x weight")
     for run in runs:
         varied = ", ".join(f"{key} {value:.1%}" for key, value in run["variation"].items())
         print(f"Standard deviation of the usual score over its mean, {run['about']['parent']}: {varied}.")
     print(f"\n| kept | {' | '.join(columns)} | eight random orders |\n|---|{'---|' * (len(columns) + 1)}")
     for cut in cuts_of(runs, "score"):
-        cells = [spread(added(run, order, cut) for run in runs) for order in columns]
-        chance = spread(added(run, f"random {number}", cut) for run in runs for number in range(8))
+        random = [f"random {number}" for number in range(8)]
+        cells = []
+        for order in columns:
+            ours = [added(run, order, cut) for run in runs for _ in random]
+            beaten = count_wins(ours, [added(run, other, cut) for run in runs for other in random])
+            cells.append(f"{spread(added(run, order, cut) for run in runs)}, beats {beaten}")
+        chance = spread(added(run, other, cut) for run in runs for other in random)
         print(f"| {label(cut, runs[0]['about'])} | {' | '.join([*cells, chance])} |")
 
 
