@@ -444,7 +444,7 @@ def test_a_folder_that_was_there_before_the_run_is_not_removed(recipe, tmp_path,
 
 def test_a_run_folder_that_cannot_be_made_is_one_line(recipe, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TargetError, match=r"cannot make .*file/out\.run, where the run lives: Not a directory"):
+    with pytest.raises(TargetError, match=r"file/out cannot be made: .*file is a file"):
         train(recipe, f"output={tmp_path / 'file/out'}")
 
 
