@@ -8,7 +8,7 @@ OUT ?= demo-out
 .PHONY: help demo test test-slow lint bench bench-gpu clean
 
 help:
-	@echo "make demo       train a small elastic family on this machine, end to end (about six minutes on two cores)"
+	@echo "make demo       train a small elastic family on this machine, end to end (about four minutes on two cores)"
 	@echo "make test       ruff, mypy and the fast tests"
 	@echo "make test-slow  the tests that make test leaves out"
 	@echo "make bench      the benchmarks: one table and one JSON line each"

@@ -130,9 +130,8 @@ def print_sizes(sizes: Sequence[Size], parent: Quality, console: Console) -> Non
 def print_facts(facts: Sequence[Fact], console: Console) -> None:
     """The three facts, each with its measurement."""
     for number, fact in enumerate(facts, 1):
-        console.print(
-            f"{number}. {'holds' if fact.holds else 'FAILS'}: {fact.claim} ({fact.measured})", highlight=False
-        )
+        verdict = "holds" if fact.holds else "FAILS"
+        console.print(f"{number}. {verdict}: {fact.claim} ({fact.measured})", highlight=False, soft_wrap=True)
 
 
 def as_json(sizes: Sequence[Size], parent: Quality, facts: Sequence[Fact]) -> dict[str, Any]:
