@@ -174,6 +174,20 @@ def test_other_data_to_probe_on(data: Path, tmp_path: Path) -> None:
     assert report.probe.full == pytest.approx(reference_loss(parent, rows), rel=1e-5)
 
 
+def test_in_a_narrower_dtype_only_widths_that_are_legal_there_are_probed(data: Path, tmp_path: Path) -> None:
+    """An fp32 parent in bf16: rows of whole 16 bytes are multiples of 8 then, also where fp32 would allow 60 of 64."""
+    parent = family_folder(tmp_path / "parent", "nemotron_h")
+    probe = ProbeOptions(50)
+    options = {"samples": 2, "seq_len": 32, "probe": probe, "dtype": "bfloat16", "progress": False}
+    report = score_parent(parent, tmp_path / "scores", data, **options)
+    assert report.probe is not None
+    assert {p.width for p in report.probe.points if p.axis == "hidden"} == {56, 48, 32}
+    with pytest.raises(WidthError, match="multiples of 8 at 2 bytes"):
+        options["probe"] = ProbeOptions(50, widths={"hidden": [60]})
+        score_parent(parent, tmp_path / "other", data, **options)
+    assert not (tmp_path / "other").exists()
+
+
 def test_what_cannot_be_probed_is_refused_before_the_model_is_loaded(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ def active_params(layout: Layout, widths: Widths, layers: Layers = None, *, embe
     for unit, row, weight in _parameters(layout, layers):
         if unit.kind == "embedding" and not embedding:
             continue
-        used = {**widths, "experts": layout.top_k} if row.routed else widths
+        used = {**widths, **dict.fromkeys(row.dims[0].axes, layout.top_k)} if row.routed else widths
         total = total + weight * row.numel(used)
     return total
 

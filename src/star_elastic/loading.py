@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from star_elastic.errors import CheckpointError, DataError, ElasticError, nearest
+from star_elastic.families import layout_of
+from star_elastic.families.base import itemsize
 from star_elastic.layout import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,6 +51,13 @@ def choose_dtype(name: str) -> torch.dtype | str:
     if name not in DTYPES:
         raise DeviceError(f"unknown dtype {name!r}: {nearest(name, [*DTYPES, 'auto'])}")
     return DTYPES[name]
+
+
+def layout_in(kind: torch.dtype | str, config: Mapping[str, Any], layout: Layout) -> Layout:
+    """The table for a dtype to run in. Where that is narrower than the stored one, fewer widths make rows of whole 16 bytes."""
+    if not isinstance(kind, torch.dtype) or kind.itemsize >= itemsize(config):
+        return layout
+    return layout_of({**config, "dtype": str(kind).removeprefix("torch.")})
 
 
 def load_model(folder: Path | str, *, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:

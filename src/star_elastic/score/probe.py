@@ -122,8 +122,8 @@ def probe_scores(
     """
     options = options or ProbeOptions()
     sort_model(model, layout, orders_of(scores, layout))
-    cuts = probed_cuts(layout, scores.depth_order, options)
     elastic = ElasticModel(model, ElasticConfig(family=layout.family))
+    cuts = probed_cuts(elastic.layout, scores.depth_order, options)  # its widths are legal in the model's dtype
     full, *losses = measure_losses(
         elastic, [Submodel(), *(cut for _, _, cut in cuts)], held_out, label="probing", progress=progress
     )

@@ -14,7 +14,14 @@ from rich.console import Console
 from star_elastic.checkpoint import Checkpoint, check_target, weights_sample_sha256
 from star_elastic.errors import DataError
 from star_elastic.layout import Layout
-from star_elastic.loading import check_batches, check_tokenizer, choose_device, choose_dtype, load_model
+from star_elastic.loading import (
+    check_batches,
+    check_tokenizer,
+    choose_device,
+    choose_dtype,
+    layout_in,
+    load_model,
+)
 from star_elastic.rewrite import locate
 from star_elastic.score.files import make_report, meanings, write_scores
 from star_elastic.score.finite import check_weights
@@ -123,7 +130,8 @@ def score_parent(
     check_batches(calibration.batches, layout)
     held_out = None
     if probe is not None:
-        probe, held_out = prepare_probe(probe, data, shown, calibration, tokenizer, layout, rows)
+        runs_in = layout_in(kind, config, layout)  # cuts are run, so their widths must be legal in this dtype
+        probe, held_out = prepare_probe(probe, data, shown, calibration, tokenizer, runs_in, rows)
     identity = {
         **identify(checkpoint, layout, calibration, options),
         "batch_size": batch_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,16 @@ import torch
 
 from star_elastic import cost
 from star_elastic.checkpoint import Checkpoint, weights_sample_sha256
-from star_elastic.families import layout_of
-from star_elastic.families.base import itemsize
 from star_elastic.ladder import Budget
 from star_elastic.layout import Layout
-from star_elastic.loading import check_batches, check_tokenizer, choose_device, choose_dtype, transformers_reads
+from star_elastic.loading import (
+    check_batches,
+    check_tokenizer,
+    choose_device,
+    choose_dtype,
+    layout_in,
+    transformers_reads,
+)
 from star_elastic.progress import progress_bar
 from star_elastic.rewrite import locate
 from star_elastic.score.run import row_length
@@ -87,7 +92,7 @@ def search_parent(
     checkpoint = Checkpoint.open(parent)
     locate(layout, checkpoint)
     where, kind = choose_device(device), _weights_dtype(dtype, checkpoint)
-    grid = make_grid(_layout_in(kind, config, layout), budget, chosen, elastic.depth_order)
+    grid = make_grid(layout_in(kind, config, layout), budget, chosen, elastic.depth_order)
     length = row_length(config, seq_len)
     tokenizer = load_tokenizer(parent)
     check_tokenizer(tokenizer, layout)
@@ -137,13 +142,6 @@ def _weights_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     with transformers_reads(checkpoint.folder):
         config = AutoConfig.from_pretrained(str(checkpoint.folder), local_files_only=True, trust_remote_code=False)
     return stored_dtype(config, checkpoint)
-
-
-def _layout_in(kind: torch.dtype, config: Mapping[str, Any], layout: Layout) -> Layout:
-    """The table for a dtype to run in. Where that is narrower than the stored one, fewer widths make rows of whole 16 bytes."""
-    if kind.itemsize >= itemsize(config):
-        return layout
-    return layout_of({**config, "dtype": str(kind).removeprefix("torch.")})
 
 
 def _candidate(layout: Layout, budget: Budget, submodel: Submodel, loss: float) -> Candidate:
