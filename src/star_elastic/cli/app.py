@@ -1,0 +1,42 @@
+"""The frame of the command line: the application that the verbs join, and the options that several of them share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from star_elastic.version import VERSION
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Start with: star-elastic inspect --preset nemotron-3-nano-30b-a3b; then see: star-elastic VERB --help",
+)
+
+MAX_SEED = 2**63 - 1  # what torch takes
+
+Preset = Annotated[
+    str | None,
+    typer.Option("--preset", metavar="NAME", help="Widths of a published family, for a folder without elastic.json."),
+]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:0, ...")]
+
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto (as stored), float32, bfloat16 or float16.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"star-elastic {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """One checkpoint, many sizes: turn a language model into a family of nested models, and slice any of them out."""
