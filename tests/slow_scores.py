@@ -15,30 +15,92 @@ Rows = list[list[int]]
 Heard = dict[str, list[torch.Tensor]]
 
 
-def slow_scores(model: Any, rows: Rows, kept: int | None = None, per_expert: bool = False) -> dict[str, torch.Tensor]:
-    """Every width axis. ``kept``: channels of a Mamba head by which heads are judged."""
+def slow_scores(
+    model: Any, rows: Rows, kept: int | None = None, per_expert: bool = False, mamba: str = "output"
+) -> dict[str, torch.Tensor]:
+    """Every width axis by its default, or the Mamba axes by another method. ``kept``: channels of a Mamba head that count."""
     channels, routed = hear_all(model, rows)
     scores: dict[str, torch.Tensor] = {"hidden": sum(v for k, v in channels.items() if "norm" in k)}  # type: ignore[dict-item]
     for name, one in channels.items():
         layer = name.rsplit(".", 1)[0]
         if name.endswith("o_proj"):
-            size = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
-            scores[f"{layer}.heads"] = torch.tensor([length(one[h * size : (h + 1) * size]) for h in range(len(one) // size)])
+            heads = one.split(len(one) // model.config.num_attention_heads)
+            scores[f"{layer}.heads"] = torch.tensor([length(head) for head in heads])
         elif name.endswith("in_proj"):
-            scores |= mamba_scores(model.config, layer, one, kept)
+            width = math.prod(mamba_sizes(model.config))
+            scores |= mamba_scores(model.config, layer, one[width : 2 * width], kept)  # behind z
+        elif name.endswith(("out_proj", "adding")):
+            continue
         elif "norm" not in name and (per_expert or ".experts." not in name):
             scores[name] = one
+    if mamba == "output":
+        scores |= {key: one for key, one in slow_weighted(model, rows, kept).items() if "mamba" in key}
     return scores | {f"{layer}.experts": reap(seen, size) for layer, (seen, size) in routed.items()}
 
 
-def mamba_scores(config: Any, layer: str, one: torch.Tensor, kept: int | None) -> dict[str, torch.Tensor]:
-    """Channels of a head, and heads, from the importance of all outputs of in_proj: z, x, B, C, dt."""
+def mamba_scores(config: Any, layer: str, x: torch.Tensor, kept: int | None) -> dict[str, torch.Tensor]:
+    """Channels of a head, and heads, from the importance of all channels of all heads, head by head."""
     heads, size = mamba_sizes(config)
-    x = one[heads * size : 2 * heads * size]
     per_channel = [length(torch.stack([x[h * size + p] for h in range(heads)])) for p in range(size)]
     best = sorted(range(size), key=lambda p: -per_channel[p])[: kept or size]
     per_head = [length(torch.stack([x[h * size + p] for p in best])) for h in range(heads)]
     return {f"{layer}.mamba_head_dim": torch.tensor(per_channel), f"{layer}.mamba_heads": torch.tensor(per_head)}
+
+
+READS = {
+    "norm": ("in_proj", "q_proj", "k_proj", "v_proj", "gate", "up_proj", "fc1_latent_proj"),
+    "input_layernorm": ("in_proj", "q_proj", "k_proj", "v_proj"),
+    "post_attention_layernorm": ("gate", "router", "gate_proj", "up_proj", "gate_up_proj", "input_linear"),
+}
+
+
+def slow_weighted(model: Any, rows: Rows, kept: int | None = None) -> dict[str, torch.Tensor]:
+    """Every axis of channels by the length, over all tokens, of what each adds to all that reads it; Mamba behind its scan."""
+    channels, _ = hear_all(model, rows, energy=True)
+    scores: dict[str, torch.Tensor] = {"hidden": torch.zeros(model.config.hidden_size, dtype=torch.float64)}
+    for name, one in channels.items():
+        if "norm" in name:
+            place, number = name.split()
+            scores["hidden"] += one * column_lengths(model, int(number), READS[place], len(one))
+            continue
+        _, number, inside, *expert = name.split(".")
+        layer = f"layers.{number}"
+        if inside in ("o_proj", "out_proj"):
+            added = one * column_lengths(model, int(number), (inside,), len(one))
+            if inside == "out_proj":
+                scores |= mamba_scores(model.config, layer, added, kept)
+            else:
+                heads = added.split(len(one) // model.config.num_attention_heads)
+                scores[f"{layer}.heads"] = torch.tensor([length(head) for head in heads], dtype=torch.float64)
+        elif inside in ("ffn", "shared_ffn"):
+            scores[name] = one * column_lengths(model, int(number), ("down_proj", "output_linear"), len(one), inside)
+        elif expert[1:] == ["adding"]:
+            down = last_matrix(model, int(number))[int(expert[0])]
+            added = one * torch.tensor([length(column) for column in down.T], dtype=torch.float64)
+            scores[f"{layer}.experts.{expert[0]}.expert_ffn"] = added
+            before = scores.get(f"{layer}.expert_ffn", torch.zeros_like(added))
+            scores[f"{layer}.expert_ffn"] = (before**2 + added**2).sqrt()
+    return scores
+
+
+def column_lengths(model: Any, layer: int, names: tuple[str, ...], size: int, axis: str = "") -> torch.Tensor:
+    """For each of ``size`` columns, its length through all matrices of a layer that are called so."""
+    squares = torch.zeros(size, dtype=torch.float64)
+    for name, weight in model.model.layers[layer].named_parameters():
+        leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
+        right = axis != "shared_ffn" or "shared" in name
+        if leaf in names and right and weight.ndim > 1 and weight.shape[-1] == size:
+            for line in weight.detach().double().reshape(-1, size):
+                squares += line**2
+    assert squares.min() > 0
+    return squares.sqrt()
+
+
+def last_matrix(model: Any, layer: int) -> torch.Tensor:
+    """The last matrix of all experts of a layer, (E, D, F), fp64."""
+    weights = dict(model.model.layers[layer].named_parameters())
+    [down] = [weight for name, weight in weights.items() if name.endswith("experts.down_proj")]
+    return down.detach().double()
 
 
 def mamba_sizes(config: Any) -> tuple[int, int]:
@@ -61,19 +123,25 @@ def reap(seen: list[tuple[int, float, float]], size: int) -> torch.Tensor:
     return torch.tensor(means, dtype=torch.float64)
 
 
-def hear_all(model: Any, rows: Rows) -> tuple[dict[str, torch.Tensor], dict[str, tuple[list[tuple[int, float, float]], int]]]:
-    """Importance of channels by name, and of routed experts everything that was seen, by layer."""
+def hear_all(
+    model: Any, rows: Rows, energy: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, tuple[list[tuple[int, float, float]], int]]]:
+    """Importance of channels by name, or the length of their activations over all tokens; and of routed experts everything that
+    was seen, by layer."""
     heard: Heard = defaultdict(list)
     routed: dict[str, tuple[list[tuple[int, float, float]], int]] = {}
-    hooks = [hook for number, layer in enumerate(model.model.layers) for hook in _hooks(model, number, layer, heard, routed)]
+    hooks = [
+        hook for number, layer in enumerate(model.model.layers) for hook in _hooks(model, number, layer, heard, routed)
+    ]
     squares: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for row in rows:
             heard.clear()
             model(torch.tensor([row]))
             for name, pieces in heard.items():
-                mean = torch.cat(pieces).double().abs().mean(0)
-                squares[name] = squares.get(name, torch.zeros_like(mean)) + mean**2
+                tokens = torch.cat(pieces).double()
+                more = (tokens**2).sum(0) if energy else tokens.abs().mean(0) ** 2
+                squares[name] = squares.get(name, torch.zeros_like(more)) + more
     for hook in hooks:
         hook.remove()
     return {name: total.sqrt() for name, total in squares.items()}, routed
@@ -91,8 +159,8 @@ def _hooks(model: Any, number: int, layer: Any, heard: Heard, routed: Any) -> li
             hear(module, f"{path} {number}", output=True)
         if leaf == "in_proj":
             hear(module, f"layers.{number}.in_proj", output=True)
-        if leaf == "o_proj":
-            hear(module, f"layers.{number}.o_proj")
+        if leaf in ("o_proj", "out_proj"):
+            hear(module, f"layers.{number}.{leaf}")
         if leaf in ("down_proj", "output_linear") and isinstance(module, torch.nn.Linear):
             hear(module, f"layers.{number}.{'shared_ffn' if 'shared' in path else 'ffn'}")
         if leaf == "experts":
@@ -103,7 +171,9 @@ def _hooks(model: Any, number: int, layer: Any, heard: Heard, routed: Any) -> li
             routed[f"layers.{number}"] = (seen, module.down_proj.shape[0])
             hooks.append(
                 module.register_forward_hook(
-                    lambda m, i, o, n=number, logits=logits, seen=seen: _routed(model.config, heard, seen, n, m, i, logits[-1])
+                    lambda m, i, o, n=number, logits=logits, seen=seen: _routed(
+                        model.config, heard, seen, n, m, i, logits[-1]
+                    )
                 )
             )
     return hooks
@@ -134,6 +204,7 @@ def _routed(config: Any, heard: Heard, seen: Any, layer: int, experts: Any, inpu
             inner = inside(experts, expert, hidden[token])
             heard[f"layers.{layer}.expert_ffn"].append(inner[None])
             heard[f"layers.{layer}.experts.{expert}.expert_ffn"].append(inner[None])
+            heard[f"layers.{layer}.experts.{expert}.adding"].append(gate * inner[None])
             seen.append((expert, gate, length(experts.down_proj[expert].double() @ inner)))
 
 
@@ -146,8 +217,12 @@ def inside(experts: Any, expert: int, hidden: torch.Tensor) -> torch.Tensor:
     return torch.relu(experts.up_proj[expert].double() @ hidden) ** 2
 
 
-def slow_removal(model: Any, rows: Rows, held: set[int]) -> tuple[list[int], list[float]]:
-    """Iterative removal by real logits: order of removal and errors. The last layer of ``held`` goes after all others."""
+def slow_removal(model: Any, rows: Rows, held: set[int], by: Any = None) -> tuple[list[int], list[float]]:
+    """Iterative removal by real logits: order of removal and errors. The last layer of ``held`` goes after all others.
+
+    ``by``: the error of logits by row and full logits by row; default: of squared logits.
+    """
+    error = by or squared_error
     layers = list(range(len(model.model.layers)))
     removed: list[int] = []
     errors: list[float] = []
@@ -155,16 +230,29 @@ def slow_removal(model: Any, rows: Rows, held: set[int]) -> tuple[list[int], lis
     while len(removed) < len(layers):
         left = [layer for layer in layers if layer not in removed]
         free = [layer for layer in left if layer not in held or len(held & set(left)) > 1]
-        found = {layer: _error(model, rows, full, [*removed, layer]) for layer in free or left}
+        found = {
+            layer: error([logits_without(model, row, [*removed, layer]) for row in rows], full)
+            for layer in free or left
+        }
         best = min(found, key=lambda layer: found[layer])
         removed.append(best)
         errors.append(found[best])
     return removed, errors
 
 
-def _error(model: Any, rows: Rows, full: list[torch.Tensor], removed: list[int]) -> float:
-    change = sum(float(((logits_without(model, r, removed) - f) ** 2).sum()) for r, f in zip(rows, full, strict=True))
-    return change / sum(float((f**2).sum()) for f in full)
+def squared_error(logits: list[torch.Tensor], full: list[torch.Tensor]) -> float:
+    """Squared change of logits over squared full logits."""
+    change = sum(float(((one - whole) ** 2).sum()) for one, whole in zip(logits, full, strict=True))
+    return change / sum(float((whole**2).sum()) for whole in full)
+
+
+def divergence(logits: list[torch.Tensor], full: list[torch.Tensor]) -> float:
+    """KL of what the whole model predicts from what is predicted, the mean over tokens."""
+    found = []
+    for one, whole in zip(torch.cat(logits), torch.cat(full), strict=True):
+        p, q = torch.softmax(whole, 0), torch.softmax(one, 0)
+        found.append(float((p * (p / q).log()).sum()))
+    return sum(found) / len(found)
 
 
 def logits_without(model: Any, row: list[int], removed: list[int]) -> torch.Tensor:

@@ -69,13 +69,18 @@ def test_units_hold_what_transformers_loads(family: str, dtype: torch.dtype | st
             assert torch.equal(buffer, computed[name]), name
 
 
+MIXED = {"depth": "cosine", "heads": "weight_norm", "hidden": "activation"}
+WEIGHTED = dict.fromkeys(("hidden", "heads", "ffn", "shared_ffn", "expert_ffn"), "weighted") | {"experts": "reap_sum"}
+
+
 @pytest.mark.parametrize("waiting", ["memory", "disk"])
+@pytest.mark.parametrize("methods", [MIXED, WEIGHTED])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_scores_equal_the_whole_model_s(family: str, waiting: Any, tmp_path: Path) -> None:
+def test_scores_equal_the_whole_model_s(family: str, methods: dict[str, str], waiting: Any, tmp_path: Path) -> None:
     folder = saved(family, tmp_path / "parent")
     layout = layout_of(read_config(folder))
     batches = padded(random_rows(), "left")
-    methods = {"depth": "cosine", "heads": "weight_norm", "hidden": "activation"}
+    methods = {axis: name for axis, name in methods.items() if axis in layout.axes} | {"depth": "cosine"}
     options = ScoreOptions(methods, per_expert="experts" in layout.axes)
     wanted = score_model(load_model(folder, device=CPU), layout, batches, options)
     state = RunState(tmp_path / "scores", {}, 1)
@@ -114,7 +119,7 @@ def test_from_folder_to_folder(parent: Path, data: Path, tmp_path: Path, dtype: 
 def test_on_disk_a_run_goes_on_after_its_last_layer(
     parent: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    options = {**USUAL, "layerwise": "disk", "methods": {"depth": "cosine", "heads": "weight_norm"}}
+    options = {**USUAL, "layerwise": "disk", "methods": {"depth": "cosine", "heads": "weight_norm", "hidden": "weighted"}}
     wanted = load_file(score_parent(parent, tmp_path / "whole", data, **options).out / "scores.safetensors")
     holding, held = StreamedModel.holding, []
 
@@ -139,6 +144,7 @@ def test_on_disk_a_run_goes_on_after_its_last_layer(
     ("words", "message"),
     [
         (["--method", "depth=removal"], "reads the model once for every pair: depth=cosine"),
+        (["--method", "depth=kl"], "reads the model once for every pair: depth=cosine"),
         (["--probe"], "--probe runs the whole model"),
     ],
 )

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from scoring import assert_close, padded, random_rows, score
-from slow_scores import slow_scores
+from slow_scores import slow_scores, slow_weighted
 from tiny import FAMILIES, tiny_model, tokens
 
 from star_elastic.errors import CheckpointError, DataError
 from star_elastic.families import layout_of
+from star_elastic.layout import Layout
 
 
 @pytest.mark.parametrize("pattern", ["ME*ME", "M*E-"])
@@ -79,7 +80,9 @@ def test_an_all_padding_row_is_no_sample() -> None:
     assert_close(found.tensors, score(model, batches).tensors, rtol=1e-5)
 
 
-@pytest.mark.parametrize("batches", [[], [{"input_ids": tokens(), "attention_mask": torch.zeros(2, 24, dtype=torch.int64)}]])
+@pytest.mark.parametrize(
+    "batches", [[], [{"input_ids": tokens(), "attention_mask": torch.zeros(2, 24, dtype=torch.int64)}]]
+)
 def test_no_real_token_is_refused(batches: list[dict[str, torch.Tensor]]) -> None:
     with pytest.raises(DataError, match=r"no real token, so model\.layers\.0 to model\.layers\.4 cannot be scored"):
         score(tiny_model(), batches)
@@ -95,11 +98,15 @@ def test_dropout_of_a_model_in_training_mode_does_not_blur_the_scores() -> None:
 def test_model_is_left_as_it_was() -> None:
     model = tiny_model(2).train()
     before = model(tokens()).logits
-    hooks = {name: (len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m)) for name, m in model.named_modules()}
+    hooks = {
+        name: (len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m))
+        for name, m in model.named_modules()
+    }
     score(model, [{"input_ids": tokens()}])
     assert model.training
     assert hooks == {
-        name: (len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m)) for name, m in model.named_modules()
+        name: (len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m))
+        for name, m in model.named_modules()
     }
     assert torch.equal(model(tokens()).logits, before)
 
@@ -165,13 +172,52 @@ def test_nan_on_padding_does_no_harm() -> None:
     assert_close(score(model, padded(rows, "right", junk=127)).tensors, clean, rtol=1e-6)
 
 
+WEIGHTED = {"mamba_heads": "output", "mamba_head_dim": "output", "depth": "none"}
+
+
+def weighted(layout: Layout) -> dict[str, str]:
+    """Every axis of channels by what it hears times what reads it."""
+    return {axis: WEIGHTED.get(axis, "weighted") for axis in layout.axes if axis != "experts"}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_channels_times_the_weights_that_read_them(family: str, side: str) -> None:
+    model = FAMILIES[family](5)
+    rows = random_rows()
+    layout = layout_of(model.config.to_dict())
+    found = score(model, padded(rows, side), per_expert="experts" in layout.axes, methods=weighted(layout)).tensors
+    assert_close({key: one for key, one in found.items() if not key.endswith(".experts")}, slow_weighted(model, rows))
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "granitemoehybrid"])
+def test_mamba_axes_as_published(family: str) -> None:
+    model = FAMILIES[family](5)
+    rows = random_rows()
+    methods = {"mamba_heads": "activation", "mamba_head_dim": "activation", "depth": "none"}
+    assert_close(score(model, padded(rows, "left"), methods=methods).tensors, slow_scores(model, rows, mamba="activation"))
+
+
+@pytest.mark.parametrize(("pattern", "edits"), [("M*E-", {"moe_latent_size": 24}), ("M*M", {})])
+@pytest.mark.parametrize("kept", [None, 4])
+def test_weighted_channels_in_other_hybrids(pattern: str, edits: dict[str, Any], kept: int | None) -> None:
+    model = tiny_model(3, pattern, **edits)
+    rows = random_rows()
+    methods = weighted(layout_of(model.config.to_dict()))
+    found = score(model, padded(rows, "left"), methods=methods, kept={"mamba_head_dim": kept} if kept else {}).tensors
+    wanted = {key: one for key, one in slow_weighted(model, rows, kept).items() if ".experts." not in key}
+    assert_close({key: one for key, one in found.items() if not key.endswith(".experts")}, wanted)
+
+
 @pytest.mark.parametrize("kept", [4, 8])
-def test_mamba_heads_are_judged_by_the_kept_channels(kept: int) -> None:
+@pytest.mark.parametrize("method", ["output", "activation"])
+def test_mamba_heads_are_judged_by_the_kept_channels(method: str, kept: int) -> None:
     model = tiny_model(3, "M*M")
     rows = random_rows()
-    found = score(model, padded(rows, "left"), kept={"mamba_head_dim": kept}).tensors
-    assert_close(found, slow_scores(model, rows, kept=kept))
-    by_all = score(model, padded(rows, "left")).tensors
+    methods = {"mamba_heads": method, "mamba_head_dim": method, "depth": "none"}
+    found = score(model, padded(rows, "left"), kept={"mamba_head_dim": kept}, methods=methods).tensors
+    assert_close(found, slow_scores(model, rows, kept=kept, mamba=method))
+    by_all = score(model, padded(rows, "left"), methods=methods).tensors
     assert torch.equal(found["layers.0.mamba_heads"], by_all["layers.0.mamba_heads"]) == (kept == 8)
 
 

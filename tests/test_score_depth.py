@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 from scoring import padded, random_rows, score
-from slow_scores import slow_cosines, slow_removal
+from slow_scores import divergence, logits_without, slow_cosines, slow_removal, squared_error
 from tiny import FAMILIES, tiny_model, tokens
 
 from star_elastic.errors import CheckpointError
 from star_elastic.families import layout_of
 from star_elastic.layout import Layout
-from star_elastic.score.depth import depth_order, first_samples, head_gram, passes, remove_layers, squared_logits
+from star_elastic.score.changes import SquaredLogits
+from star_elastic.score.depth import depth_order, first_samples, passes, remove_layers
 
+KL = {"methods": {"depth": "kl"}}
 REMOVAL = {"methods": {"depth": "removal"}}
 COSINE = {"methods": {"depth": "cosine"}}
 
@@ -29,13 +31,14 @@ def held(model: Any) -> set[int]:
     return {number for number, kind in enumerate(kinds) if kind == "full_attention"}
 
 
+@pytest.mark.parametrize(("methods", "by"), [(REMOVAL, squared_error), (KL, divergence)])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_removal_equals_real_logits_without_the_layers(family: str, side: str) -> None:
+def test_removal_equals_real_logits_without_the_layers(family: str, side: str, methods: Any, by: Any) -> None:
     model = FAMILIES[family](2)
     rows = random_rows()
-    found = score(model, padded(rows, side), **REMOVAL)
-    removed, errors = slow_removal(model, rows, held(model))
+    found = score(model, padded(rows, side), **methods)
+    removed, errors = slow_removal(model, rows, held(model), by)
     assert found.depth_order == tuple(removed[::-1])
     by_layer = dict(zip(removed, errors, strict=True))
     wanted = torch.tensor([by_layer[layer] for layer in range(len(removed))])
@@ -57,12 +60,10 @@ def test_layers_are_judged_again_after_each_removal() -> None:
 
 
 def slow_removal_alone(model: Any, rows: list[list[int]], layer: int) -> float:
-    from slow_scores import _error, logits_without
-
-    return _error(model, rows, [logits_without(model, row, []) for row in rows], [layer])
+    return squared_error(*([logits_without(model, row, gone) for row in rows] for gone in ([layer], [])))
 
 
-@pytest.mark.parametrize("methods", [REMOVAL, COSINE])
+@pytest.mark.parametrize("methods", [REMOVAL, KL, COSINE])
 def test_the_first_layers_of_the_order_always_hold_attention(methods: dict[str, Any]) -> None:
     model = tiny_model(0, "M*E*M")
     with torch.no_grad():
@@ -96,7 +97,14 @@ def test_squared_logits_equal_the_head_s() -> None:
     hidden = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = float((model.lm_head(hidden).double() ** 2).sum())
-        assert float(squared_logits(hidden, head_gram(model, table(model)))) == pytest.approx(wanted, rel=1e-5)
+        assert float(SquaredLogits(model, table(model)).whole(hidden)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_divergence_in_blocks_of_tokens_is_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = tiny_model(2), random_rows()
+    wanted = score(model, padded(rows, "right"), **KL).tensors["depth"]
+    monkeypatch.setattr("star_elastic.score.changes.LOGITS_AT_ONCE", 3 * 128)
+    assert torch.allclose(score(model, padded(rows, "right"), **KL).tensors["depth"], wanted, rtol=1e-6)
 
 
 def test_removal_reads_the_first_samples_only() -> None:

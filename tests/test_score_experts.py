@@ -45,9 +45,7 @@ def test_choice_outside_the_experts_means_no_expert() -> None:
     def hear(expert: int, token: torch.Tensor, gate: torch.Tensor, *_: torch.Tensor) -> None:
         heard.append((expert, list(zip(token.tolist(), gate.tolist(), strict=True))))
 
-    output = experts.run(
-        hidden, torch.tensor([[1, 4], [4, 8], [-1, 8]]), weight, hear
-    )
+    output = experts.run(hidden, torch.tensor([[1, 4], [4, 8], [-1, 8]]), weight, hear)
     third, seventh = float(torch.tensor(0.3)), float(torch.tensor(0.7))
     assert heard == [(1, [(0, seventh)]), (4, [(0, third), (1, seventh)])]
     alone = experts.run(hidden[1:2], torch.tensor([[4]]), weight[1:2, :1], lambda *heard: None)
@@ -64,7 +62,10 @@ def with_idle_experts(seed: int = 4) -> Any:
 def test_the_selection_bias_never_enters_a_score() -> None:
     model = with_idle_experts()
     rows = random_rows()
-    found, wanted = score(model, padded(rows, "right")).tensors["layers.1.experts"], slow_scores(model, rows)["layers.1.experts"]
+    found, wanted = (
+        score(model, padded(rows, "right")).tensors["layers.1.experts"],
+        slow_scores(model, rows)["layers.1.experts"],
+    )
     assert torch.allclose(found[:2].double(), wanted[:2], rtol=1e-4)
     model.model.layers[1].mixer.gate.e_score_correction_bias[:2] = 90.0
     assert torch.equal(score(model, padded(rows, "right")).tensors["layers.1.experts"], found)
@@ -72,7 +73,7 @@ def test_the_selection_bias_never_enters_a_score() -> None:
 
 def test_idle_experts_rank_last_by_their_router_rows_and_never_carry_zero() -> None:
     model = with_idle_experts()
-    for method in ("reap", "activation", "frequency"):
+    for method in ("reap", "reap_sum", "activation", "frequency"):
         found = score(model, padded(random_rows(), "left"), methods={"depth": "none", "experts": method})
         assert found.idle_experts[1] == [2, 3, 4, 5, 6, 7]
         scores = found.tensors["layers.1.experts"].tolist()
@@ -97,7 +98,7 @@ def test_gates_of_a_token_sum_to_the_routing_factor() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("method", ["activation", "frequency", "router_weight"])
+@pytest.mark.parametrize("method", ["reap_sum", "activation", "frequency", "router_weight"])
 def test_alternatives_equal_loops(method: str, side: str) -> None:
     model = tiny_model(6)
     rows = random_rows()
@@ -107,13 +108,16 @@ def test_alternatives_equal_loops(method: str, side: str) -> None:
         seen, _ = routed[f"layers.{layer}"]
         gate = model.model.layers[layer].mixer.gate.weight.tolist()
         wanted = {
+            "reap_sum": [sum(gate * norm for e, gate, norm in seen if e == expert) for expert in range(8)],
             "activation": [sum(norm for e, _, norm in seen if e == expert) for expert in range(8)],
             "frequency": [sum(e == expert for e, _, _ in seen) for expert in range(8)],
             "router_weight": [sum(w**2 for w in gate[expert]) ** 0.5 for expert in range(8)],
         }[method]
         reached = torch.tensor([expert not in found.idle_experts.get(layer, []) for expert in range(8)])
         reached |= torch.tensor(method == "router_weight")
-        assert torch.allclose(found.tensors[f"layers.{layer}.experts"][reached], torch.tensor(wanted)[reached].float(), rtol=1e-4)
+        assert torch.allclose(
+            found.tensors[f"layers.{layer}.experts"][reached], torch.tensor(wanted)[reached].float(), rtol=1e-4
+        )
 
 
 def test_routed_tokens_alone_or_all_tokens_give_the_same_scores() -> None:

@@ -108,7 +108,7 @@ def test_kept_channels_may_come_from_another_method() -> None:
     assert (kept["layers.0.mamba_heads"] < full["layers.0.mamba_heads"]).all()
 
 
-@pytest.mark.parametrize("axis", ["hidden", "experts", "depth"])
+@pytest.mark.parametrize("axis", ["hidden", "mamba_heads", "experts", "depth"])
 def test_the_first_method_is_the_default(axis: str) -> None:
     assert ScoreOptions().method(axis) == next(iter(methods_for(axis)))
 
@@ -117,8 +117,10 @@ def test_the_first_method_is_the_default(axis: str) -> None:
     ("options", "error", "message"),
     [
         ({"methods": {"experts": "reep"}}, UnknownNameError, "no method 'reep' for experts: did you mean 'reap'"),
-        ({"methods": {"depth": "activation"}}, UnknownNameError, "no method 'activation' for depth.*cosine, none, removal"),
+        ({"methods": {"depth": "activation"}}, UnknownNameError, "no method 'activation' for depth.*cosine, kl, none, removal"),
         ({"methods": {"hidden": "reap"}}, UnknownNameError, "no method 'reap' for hidden"),
+        ({"methods": {"hidden": "output"}}, UnknownNameError, "no method 'output' for hidden"),
+        ({"methods": {"mamba_heads": "weighted"}}, UnknownNameError, "no method 'weighted' for mamba_heads"),
         ({"methods": {"expert": "reap"}}, UnknownNameError, "no axis 'expert': did you mean 'experts'"),
         ({"kept": {"mamba_heads": 4}}, WidthError, "only mamba_head_dim can be"),
         ({"kept": {"mamba_head_dim": 5}}, WidthError, "mamba_head_dim width 5 is illegal.*nearest legal: 4 and 8"),

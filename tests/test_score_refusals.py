@@ -48,9 +48,12 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"packing": "side"}, "packing is 'side': want cross or apart"),
         ({"layerwise": "tape"}, "layerwise is 'tape': want memory or disk"),
         ({"layerwise": "memory", "resume": True}, "memory saves nothing that --resume could continue"),
-        ({"layerwise": "memory", "depth_samples": 3}, "--depth-samples 3 is for depth=removal, and here depth=cosine"),
-        ({"methods": {"depth": "none"}, "depth_samples": 16}, "--depth-samples 16 is for depth=removal"),
-        ({"methods": {"mamba_heads": "random"}, "kept": {"mamba_head_dim": 4}}, "mamba_heads=activation, and here"),
+        ({"layerwise": "memory", "depth_samples": 3}, "--depth-samples 3 is for depth=removal or kl, and here depth=cosine"),
+        ({"methods": {"depth": "none"}, "depth_samples": 16}, "--depth-samples 16 is for depth=removal or kl"),
+        (
+            {"methods": {"mamba_heads": "random"}, "kept": {"mamba_head_dim": 4}},
+            "is for mamba_heads ranked by channels, and here mamba_heads=random",
+        ),
         ({"widths": ["hidden=110%"]}, "cuts nothing that can be cut"),
     ],
 )

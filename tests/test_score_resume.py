@@ -43,10 +43,23 @@ def stopping(after: int) -> Any:
     return run
 
 
-def interrupt(parent: Path, out: Path, data: Path, patch: pytest.MonkeyPatch, after: int) -> None:
+def interrupt(parent: Path, out: Path, data: Path, patch: pytest.MonkeyPatch, after: int, **more: Any) -> None:
     with patch.context() as patched, pytest.raises((KeyboardInterrupt, ScoringStopped)):
         patched.setattr(NemotronHModel, "forward", stopping(after))
-        score_parent(parent, out, data, **USUAL)
+        score_parent(parent, out, data, **USUAL, **more)
+
+
+@pytest.mark.parametrize("after", [2, 17])
+def test_other_methods_go_on_to_the_same_bits(
+    parent: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    weighted = dict.fromkeys(("hidden", "heads", "shared_ffn", "expert_ffn"), "weighted")
+    more = {"methods": {"depth": "kl", "experts": "reap_sum", **weighted}}
+    wanted = load_file(score_parent(parent, tmp_path / "whole", data, **USUAL, **more).out / "scores.safetensors")
+    interrupt(parent, tmp_path / "cut", data, monkeypatch, after, **more)
+    score_parent(parent, tmp_path / "cut", data, **USUAL, **more, resume=True)
+    found = load_file(tmp_path / "cut" / "scores.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 4, 10, 11, 29, 50])

@@ -141,6 +141,9 @@ class Tap:
         side: ``input`` or ``output`` of a module; or ``experts`` for fused routed experts, called with hidden states, chosen
             experts and gates, where experts are judged by what they put out and their channels by what enters the last matrix.
         over: a further axis of the same channels, of which only the kept members count; of all others, all count.
+        readers: modules, relative to the unit, whose matrices read what is heard, where that is not ``module`` alone. Which
+            matrices: the rows under them that have the axis in their last dimension (``Unit.reading``).
+        method: the one scoring method that reads here; None for those that read activations where an axis has one place.
 
     Example:
         ``Tap("heads", "mixer.o_proj", "input")`` on columns ``heads!*head_dim`` scores each head over its ``head_dim`` channels.
@@ -150,6 +153,8 @@ class Tap:
     module: str
     side: str
     over: str | None = None
+    readers: tuple[str, ...] = ()
+    method: str | None = None
 
 
 @dataclass(frozen=True)
@@ -259,6 +264,15 @@ class Unit:
         """Full on-disk names of all of a row's ``pieces``."""
         return [self.disk_name(row, member=member, segment=segment) for member, segment in row.pieces]
 
+    def reading(self, tap: Tap) -> list[Row]:
+        """Matrices of the unit that read, by their columns, what a tap hears."""
+        within = tuple(f"{module}." for module in tap.readers or (tap.module,))
+        return [
+            row
+            for row in self.rows
+            if row.name.startswith(within) and tap.axis in row.dims[-1].axes and len(row.dims) > 1
+        ]
+
     @property
     def module(self) -> str:
         """In-memory path of the unit's module."""
@@ -338,7 +352,9 @@ class Layout:
                 of order, or miss a needed kind.
         """
         if "depth" in widths:
-            raise WidthError(f"depth is cut by naming the layers that stay: give layers, not a width of {widths['depth']}")
+            raise WidthError(
+                f"depth is cut by naming the layers that stay: give layers, not a width of {widths['depth']}"
+            )
         check_widths(self.width_axes, widths)
         for coupling in self.couplings:
             coupling.check(self.width_axes, self.complete(widths))

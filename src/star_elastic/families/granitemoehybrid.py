@@ -102,20 +102,25 @@ def mlp_rows(table: Table, config: Config) -> list[Row]:
 
 def layer_unit(table: Table, config: Config, number: int) -> Unit:
     """One decoder layer."""
-    taps = [*parts.norm_taps(), Tap("shared_ffn", "shared_mlp.output_linear", "input")]
+    taps = [Tap("shared_ffn", "shared_mlp.output_linear", "input")]
     router = None
     if not config["dense"]:
         taps += parts.expert_taps("block_sparse_moe.experts")
         router = Router("block_sparse_moe.router", "topk_softmax")
     if config["layer_types"][number] == MAMBA:
-        kind, states = "mamba", parts.mamba_states(table, 4)  # the scan hands back fp32, whatever the dtype
+        name, kind, states = (
+            "mamba",
+            "mamba",
+            parts.mamba_states(table, 4),
+        )  # the scan hands back fp32, whatever the dtype
         taps += parts.mamba_taps("mamba")
         biases = {"bias": config["mamba_proj_bias"], "conv_bias": config["mamba_conv_bias"]}
         mixer = parts.mamba_rows(table, "mamba", config["mamba_n_groups"], **biases)
     else:
-        kind, states = "attention", [parts.kv_state(table)]
+        name, kind, states = "self_attn", "attention", [parts.kv_state(table)]
         taps += parts.attention_taps("self_attn")
         mixer = parts.attention_rows(table, "self_attn", biases=config["attention_bias"])
+    taps += parts.norm_taps(name, "block_sparse_moe", "shared_mlp")
     rows = [*parts.norm_rows(table), *mixer, *mlp_rows(table, config)]
     kind = f"{kind}+{'mlp' if config['dense'] else 'moe'}"
     return parts.layer(kind, number, rows, router=router, taps=tuple(taps), states=tuple(states))

@@ -49,7 +49,11 @@ def layout(config: Config) -> Layout:
         *parts.attention_rows(table, "self_attn", biases=config["attention_bias"]),
         *parts.gated_mlp_rows(table, "mlp", "ffn", biases=config["mlp_bias"]),
     ]
-    taps = (*parts.norm_taps(), *parts.attention_taps("self_attn"), Tap("ffn", "mlp.down_proj", "input"))
+    taps = (
+        *parts.norm_taps("self_attn", "mlp"),
+        *parts.attention_taps("self_attn"),
+        Tap("ffn", "mlp.down_proj", "input"),
+    )
     marks = {"taps": taps, "states": (parts.kv_state(table),)}
     layers = [parts.layer("attention+mlp", number, rows, **marks) for number in range(config["num_hidden_layers"])]
     return parts.decoder("llama", table, layers, config, couplings=(HEADS_DIVIDE_HIDDEN,))

@@ -53,7 +53,11 @@ def layout(config: Config) -> Layout:
     ]
     marks = {
         "router": Router("mlp.gate", "softmax_topk_fp32"),
-        "taps": (*parts.norm_taps(), *parts.attention_taps("self_attn"), *parts.expert_taps("mlp.experts")),
+        "taps": (
+            *parts.norm_taps("self_attn", "mlp"),
+            *parts.attention_taps("self_attn"),
+            *parts.expert_taps("mlp.experts"),
+        ),
         "states": (parts.kv_state(table),),
     }
     layers = [parts.layer("attention+moe", number, rows, **marks) for number in range(config["num_hidden_layers"])]

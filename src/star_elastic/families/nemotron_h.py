@@ -184,7 +184,7 @@ def layer_unit(table: Table, config: Config, number: int) -> Unit:
     kinds = config["layers_block_type"]
     kind = kinds[number]
     norm = table.row("norm.weight", "hidden", norm=Norm())
-    taps = [Tap("hidden", "norm", "output")]
+    taps = [Tap("hidden", "norm", "output", readers=("mixer",))]
     states: list[State] = []
     router = None
     if kind == MAMBA:

@@ -157,9 +157,15 @@ def mamba_states(table: Table, ssm_itemsize: int) -> list[State]:
 
 
 def mamba_taps(prefix: str) -> list[Tap]:
-    """Where the importance of Mamba channels, and of heads on their kept channels, is read."""
-    module = f"{prefix}.in_proj"
-    return [Tap("mamba_head_dim", module, "output"), Tap("mamba_heads", module, "output", over="mamba_head_dim")]
+    """Where the importance of Mamba channels, and of heads on their kept channels, is read: as x leaves the input projection, as
+    published, or behind convolution, scan, gate and norm, as it enters the output projection."""
+    x, out = f"{prefix}.in_proj", f"{prefix}.out_proj"
+    return [
+        Tap("mamba_head_dim", x, "output", method="activation"),
+        Tap("mamba_heads", x, "output", over="mamba_head_dim", method="activation"),
+        Tap("mamba_head_dim", out, "input", method="output"),
+        Tap("mamba_heads", out, "input", over="mamba_head_dim", method="output"),
+    ]
 
 
 def norm_rows(table: Table) -> list[Row]:
@@ -168,9 +174,12 @@ def norm_rows(table: Table) -> list[Row]:
     return [table.row(f"{name}.weight", "hidden", norm=Norm()) for name in names]
 
 
-def norm_taps() -> list[Tap]:
-    """Where the importance of hidden channels is read in such a layer."""
-    return [Tap("hidden", "input_layernorm", "output"), Tap("hidden", "post_attention_layernorm", "output")]
+def norm_taps(mixer: str, *mlps: str) -> list[Tap]:
+    """Where the importance of hidden channels is read in such a layer, whose modules are a mixer and what stands behind it."""
+    return [
+        Tap("hidden", "input_layernorm", "output", readers=(mixer,)),
+        Tap("hidden", "post_attention_layernorm", "output", readers=mlps),
+    ]
 
 
 def decoder(family: str, table: Table, layers: Sequence[Unit], config: Config, **facts: Any) -> Layout:

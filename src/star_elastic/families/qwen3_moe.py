@@ -60,7 +60,7 @@ def layer_unit(table: Table, config: Config, number: int) -> Unit:
         *parts.norm_rows(table),
         *parts.attention_rows(table, "self_attn", biases=config["attention_bias"], qk_norm=True),
     ]
-    taps = [*parts.norm_taps(), *parts.attention_taps("self_attn")]
+    taps = [*parts.norm_taps("self_attn", "mlp"), *parts.attention_taps("self_attn")]
     states = (parts.kv_state(table),)
     if number in config["mlp_only_layers"]:
         rows += parts.gated_mlp_rows(table, "mlp", "ffn")

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from star_elastic.layout import Layout, Tap, Unit
 from star_elastic.score.experts import ExpertSums, FusedExperts
 from star_elastic.score.finite import NotFiniteError, OutputCheck
-from star_elastic.score.methods import ScoreOptions
-from star_elastic.score.spots import Spot, expert_channel_axes, expert_count, spot_of
-from star_elastic.score.sums import ChannelSums, CosineSums, Sums
+from star_elastic.score.methods import ScoreOptions, listens
+from star_elastic.score.spots import Spot, expert_channel_axes, expert_count, expert_key, place_of, spot_of
+from star_elastic.score.sums import ChannelSums, CosineSums, SquareSums, Sums
 
 S = TypeVar("S", bound=Sums)
 
@@ -32,7 +32,7 @@ class Recorder:
     """Listens to a model and keeps sums for each place.
 
     Attributes:
-        channels: by ``Spot.key``; or by module for all routed experts of a layer together, and by module and number for each.
+        channels: by ``place_of``; and by ``expert_key`` for single experts.
         experts: by layer.
         cosines: by layer.
         gathered: all of them.
@@ -56,22 +56,25 @@ class Recorder:
                 if tap.side == "experts":
                     self._expect_experts(unit, unit.layer, tap)
                 else:
-                    self._expect_channels(spot_of(unit, tap).key, f"{unit.module}.{tap.module}")
+                    self._expect_channels(place_of(unit, tap), f"{unit.module}.{tap.module}", tap.axis)
             if self.options.method("depth") == "cosine":
                 self.cosines[unit.layer] = self.gathered[f"{unit.module}:cosine"] = CosineSums(unit.module)
 
-    def _expect_channels(self, key: str, place: str) -> None:
+    def _expect_channels(self, key: str, place: str, axis: str) -> None:
         if key not in self.channels:
-            self.channels[key] = self.gathered[key] = ChannelSums(place)
+            kind = SquareSums if self.options.weighs(axis) else ChannelSums
+            self.channels[key] = self.gathered[key] = kind(place)
 
     def _expect_experts(self, unit: Unit, layer: int, tap: Tap) -> None:
-        place, count = f"{unit.module}.{tap.module}", expert_count(unit)
+        place, count = place_of(unit, tap), expert_count(unit)
         if layer not in self.experts:
             self.experts[layer] = self.gathered[f"{place}:experts"] = ExpertSums(place, count)
         if tap.axis in expert_channel_axes(unit):
-            self._expect_channels(place, place)
-            for expert in range(count) if self.options.per_expert else ():
-                self._expect_channels(f"{place}.{expert}", f"expert {expert} of {place}")
+            weighs = self.options.weighs(tap.axis)  # each expert's channels, by what that expert's weights make of them
+            if not weighs:
+                self._expect_channels(place, place, tap.axis)
+            for expert in range(count) if weighs or self.options.per_expert else ():
+                self._expect_channels(expert_key(place, expert), f"expert {expert} of {place}", tap.axis)
 
     @contextmanager
     def listening(self, model: nn.Module, units: Iterable[Unit] | None = None) -> Iterator[None]:
@@ -133,8 +136,7 @@ class Recorder:
 
     def _taps(self, unit: Unit) -> list[Tap]:
         """Taps whose axis is ranked by what is heard there."""
-        heard = {"activation", "reap", "frequency"}
-        return [tap for tap in unit.taps if self.options.method(tap.axis) in heard]
+        return [tap for tap in unit.taps if listens(tap, self.options.method(tap.axis))]
 
     def _listeners(self, unit: Unit, model: nn.Module) -> Iterator[tuple[str, Listener]]:
         if unit.kind == "head":  # never run
@@ -158,26 +160,29 @@ class Recorder:
         def hear(_module: nn.Module, inputs: tuple[Tensor, ...], _named: dict[str, Any], output: Any = None) -> None:
             activation = (inputs[0] if output is None else output).detach()  # (B, T, C)
             part = activation.narrow(-1, spot.start, spot.segment.size)
-            silenced = self._silence(part.abs(), self.mask)
+            silenced = self._silence(sums.measure(part), self.mask)
             self._open(sums).add(silenced.sum(1, dtype=torch.float64), self.mask.sum(1))
 
         return Listener(before=hear) if spot.side == "input" else Listener(after=hear)
 
     def _experts_listener(self, experts: FusedExperts, layer: int, path: str) -> Listener:
-        served, shared = self.experts[layer], self.channels.get(path)
+        served = self.experts[layer]
 
         def hear(expert: int, token: Tensor, gate: Tensor, inner: Tensor, answer: Tensor) -> None:
             batch, length = self.mask.shape
             real, sample = self.mask.reshape(-1)[token], token // length  # (S,)
             self._open(served).add(expert, real, gate, answer)
-            if shared is None:
+            listening = [self.channels[key] for key in (path, expert_key(path, expert)) if key in self.channels]
+            if not listening:
                 return
-            silenced = self._silence(inner.abs(), real)
-            per_sample = inner.new_zeros(batch, inner.shape[1], dtype=torch.float64).index_add_(0, sample, silenced.double())
+            adding = inner * gate.unsqueeze(1) if isinstance(listening[0], SquareSums) else inner
+            silenced = self._silence(listening[0].measure(adding), real)
+            per_sample = inner.new_zeros(batch, inner.shape[1], dtype=torch.float64).index_add_(
+                0, sample, silenced.double()
+            )
             counts = torch.zeros(batch, dtype=torch.int64, device=token.device).index_add_(0, sample, real.long())
-            self._open(shared).add(per_sample, counts)
-            if self.options.per_expert:
-                self._open(self.channels[f"{path}.{expert}"]).add(per_sample, counts)
+            for sums in listening:
+                self._open(sums).add(per_sample, counts)
 
         def run(hidden: Tensor, choice: Tensor, gates: Tensor) -> Tensor:
             return experts.run(hidden, choice, gates, hear)

@@ -11,8 +11,8 @@ from star_elastic.layout import Layout, Tap, Unit
 from star_elastic.orders import axis_key, best_first, member_key
 from star_elastic.score.activations import Recorder
 from star_elastic.score.finite import check_scores
-from star_elastic.score.methods import ScoreOptions
-from star_elastic.score.spots import Spot, expert_channel_axes, spot_of
+from star_elastic.score.methods import listens
+from star_elastic.score.spots import Spot, expert_channel_axes, expert_key, place_of, spot_of
 from star_elastic.score.weights import WeightSums, random_scores
 
 
@@ -24,7 +24,7 @@ def collect(recorder: Recorder, weights: WeightSums) -> dict[str, Tensor]:
 
     Args:
         recorder: after the last batch.
-        weights: of every unit, for the axes of ``weight_axes``.
+        weights: of every unit.
 
     Raises:
         DataError: a tap saw no token.
@@ -38,11 +38,11 @@ def collect(recorder: Recorder, weights: WeightSums) -> dict[str, Tensor]:
         **_experts(recorder, weights),
     }
     for unit, tap in _heard(layout):
-        if chosen[tap.axis] == "activation" and tap.axis not in ("experts", "depth"):
+        if tap.axis != "experts" and listens(tap, chosen[tap.axis]):
             key = axis_key(layout.axes[tap.axis], unit.layer)
-            importance = _importance(recorder, unit, tap, scores)
+            importance = _importance(recorder, weights, unit, tap, scores)
             scores[key] = scores[key] + importance if key in scores else importance
-    scores |= _each_expert(recorder)
+    scores |= _each_expert(recorder, weights)
     check_scores(scores)
     return {key: score.float() for key, score in sorted(scores.items())}
 
@@ -53,16 +53,29 @@ def _heard(layout: Layout) -> Iterator[tuple[Unit, Tap]]:
     yield from sorted(taps, key=lambda pair: pair[1].over is not None)
 
 
-def _importance(recorder: Recorder, unit: Unit, tap: Tap, scores: dict[str, Tensor]) -> Tensor:
+def _importance(recorder: Recorder, weights: WeightSums, unit: Unit, tap: Tap, scores: dict[str, Tensor]) -> Tensor:
+    channels = _weighed(recorder, weights, place_of(unit, tap))
     if tap.side == "experts":
-        return recorder.channels[f"{unit.module}.{tap.module}"].importance()
+        return channels
     spot = spot_of(unit, tap)
     kept: dict[str, list[int]] = {}
     if tap.over is not None and tap.over in recorder.options.kept:
         axis, width = recorder.layout.axes[tap.over], recorder.options.kept[tap.over]
         order = best_first(scores[axis_key(axis, unit.layer)].numpy(), axis)
         kept[axis.name] = [order[member] for member in axis.members(width)]
-    return member_norms(recorder.channels[spot.key].importance(), spot, tap.axis, kept)
+    return member_norms(channels, spot, tap.axis, kept)
+
+
+def _weighed(recorder: Recorder, weights: WeightSums, place: str) -> Tensor:
+    """Importance of the channels of a place, times the norms of what reads them where a method wants that, fp64 (C,).
+
+    Routed experts that are weighed one by one add up: squares, since each token's parts come from different experts.
+    """
+    if place in recorder.channels:
+        channels = recorder.channels[place].importance()
+        return channels * weights.columns[place] if place in weights.columns else channels
+    experts = [key for key in weights.columns if key.startswith(f"{place}.") and recorder.channels[key].heard]
+    return torch.stack([_weighed(recorder, weights, key) for key in experts]).square().sum(0).sqrt()
 
 
 def member_norms(channels: Tensor, spot: Spot, axis: str, kept: dict[str, list[int]]) -> Tensor:
@@ -86,11 +99,6 @@ def member_norms(channels: Tensor, spot: Spot, axis: str, kept: dict[str, list[i
     return grid.movedim(own, 0).flatten(1).square().sum(1).sqrt() if grid.ndim > 1 else grid
 
 
-def weight_axes(options: ScoreOptions, layout: Layout) -> set[str]:
-    """Axes that are ranked by the norm of their weights."""
-    return {axis for axis in layout.width_axes if options.method(axis) == "weight_norm"}
-
-
 def _experts(recorder: Recorder, weights: WeightSums) -> dict[str, Tensor]:
     """Scores of routed experts, by layer."""
     scores: dict[str, Tensor] = {}
@@ -106,7 +114,7 @@ def _experts(recorder: Recorder, weights: WeightSums) -> dict[str, Tensor]:
     return scores
 
 
-def _each_expert(recorder: Recorder) -> dict[str, Tensor]:
+def _each_expert(recorder: Recorder, weights: WeightSums) -> dict[str, Tensor]:
     """An order for every expert by itself; an expert that no token reached has none, and follows its layer's."""
     scores: dict[str, Tensor] = {}
     for unit in recorder.layout.units if recorder.options.per_expert else ():
@@ -115,7 +123,9 @@ def _each_expert(recorder: Recorder) -> dict[str, Tensor]:
                 continue
             assert unit.router is not None
             for expert in range(recorder.layout.axes[unit.router.axis].size):
-                sums = recorder.channels[f"{unit.module}.{tap.module}.{expert}"]
-                if sums.heard:
-                    scores[member_key(unit.layer, unit.router.axis, expert, tap.axis)] = sums.importance()
+                place = expert_key(place_of(unit, tap), expert)
+                if recorder.channels[place].heard:
+                    scores[member_key(unit.layer, unit.router.axis, expert, tap.axis)] = _weighed(
+                        recorder, weights, place
+                    )
     return scores

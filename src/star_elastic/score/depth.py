@@ -1,11 +1,8 @@
-"""Which layers matter: iterative removal by the change of the logits, or cosines in one pass.
+"""Which layers matter: iterative removal by what it changes, or cosines in one pass.
 
 Removal [Nemotron Elastic eq. 5]: from the layers that are left, the one is removed whose absence, together with all removed
-before, changes the logits least: sum of squared change over sum of squared full logits. Then all are judged again. That is one
-run of the model for every pair of layers, halved by starting each run at the layer in question.
-
-Logits never exist here: the head is one matrix W, so the squared length of W d is d' (W' W) d, and no [tokens, vocabulary] is
-needed. A factor on all logits, as Granite has, cancels.
+before, changes least: logits, or predictions (``changes``). Then all are judged again. That is one run of the model for every
+pair of layers, halved by starting each run at the layer in question.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import torch
 from torch import Tensor
 
 from star_elastic.layout import Layout
+from star_elastic.score.changes import CHANGES, Change
 from star_elastic.score.finite import NotFiniteError
 from star_elastic.score.stack import Stack
 
@@ -30,9 +28,9 @@ class Removal:
 
     Attributes:
         removed: layers, in the order of their removal.
-        errors: normalised squared change of the logits after each removal.
-        changes: of the round in progress: by layer, the sum of squared change without it, fp64 (L,).
-        full: of the round in progress: the sum of squared full logits, fp64 scalar.
+        errors: the change after each removal.
+        changes: of the round in progress: by layer, the summed change without it, fp64 (L,).
+        full: of the round in progress: what to divide by, fp64 scalar.
         batches: of the round in progress: how many are done.
     """
 
@@ -65,6 +63,7 @@ def remove_layers(
     layout: Layout,
     batches: Sequence[Batch],
     *,
+    method: str = "removal",
     done: Removal | None = None,
     advance: Callable[[int], None] = lambda passes: None,
     after_batch: Callable[[Removal], None] = lambda done: None,
@@ -77,6 +76,7 @@ def remove_layers(
         model: a transformers causal LM in eval mode, under ``inference_mode``.
         layout: its table.
         batches: ``input_ids`` and ``attention_mask``, (B, T), on the model's device.
+        method: by which change layers are judged, of ``CHANGES``.
         done: where to go on.
         advance: told the number of judged (layer, batch) pairs.
         after_batch: told the state after each batch of each round.
@@ -85,19 +85,21 @@ def remove_layers(
         NotFiniteError: logits that are NaN or infinite.
     """
     done = done or Removal()
-    gram = head_gram(model, layout)
+    change = CHANGES[method](model, layout)
     with Stack().controlling(model, layout) as stack:
         while len(done.removed) < layout.num_layers:
             candidates = removable(layout, done.removed)
             for batch in batches[done.batches :]:
-                _judge(model, stack, batch, candidates, done, gram, layout.num_layers)
+                _judge(model, stack, batch, candidates, done, change, layout.num_layers)
                 done.batches += 1
                 advance(layout.num_layers - len(done.removed))
                 after_batch(done)
             assert done.changes is not None and done.full is not None
             errors = done.changes / done.full
             if not bool(torch.isfinite(errors[candidates]).all()):
-                raise NotFiniteError("logits hold NaN or infinity, or are all zero, so layers cannot be ranked by removal")
+                raise NotFiniteError(
+                    f"logits hold NaN or infinity, or are all zero, so layers cannot be ranked by {method}"
+                )
             worst = min(candidates, key=lambda layer: float(errors[layer]))
             done.removed.append(worst)
             done.errors.append(float(errors[worst]))
@@ -106,7 +108,7 @@ def remove_layers(
 
 
 def _judge(
-    model: Any, stack: Stack, batch: Batch, candidates: list[int], done: Removal, gram: Tensor, layers: int
+    model: Any, stack: Stack, batch: Batch, candidates: list[int], done: Removal, change: Change, layers: int
 ) -> None:
     """Add one batch to the changes of every candidate."""
     mask = batch["attention_mask"].bool()
@@ -118,8 +120,8 @@ def _judge(
     changes = torch.zeros(layers, dtype=torch.float64)
     for layer in candidates:
         stack.removed, stack.start, stack.hidden = frozenset({*done.removed, layer}), layer, inputs[layer]
-        changes[layer] = squared_logits(_last_hidden(model, batch)[mask] - full, gram)
-    total = squared_logits(full, gram).cpu()
+        changes[layer] = change.apart(_last_hidden(model, batch)[mask], full)
+    total = change.whole(full).cpu()
     done.changes = changes if done.changes is None else done.changes + changes
     done.full = total if done.full is None else done.full + total
 
@@ -128,18 +130,6 @@ def _last_hidden(model: Any, batch: Batch) -> Tensor:
     """What the head reads, fp32 (B, T, D)."""
     output = model.base_model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
     return output.last_hidden_state.float()
-
-
-def head_gram(model: Any, layout: Layout) -> Tensor:
-    """W' W of the head's matrix W (V, D), fp32 (D, D)."""
-    [head] = [unit for unit in layout.units if unit.kind == "head"]
-    weight = model.get_submodule(head.module).weight.detach().float()
-    return weight.T @ weight
-
-
-def squared_logits(hidden: Tensor, gram: Tensor) -> Tensor:
-    """Sum of squares of the logits of hidden states (N, D), fp64 scalar."""
-    return ((hidden @ gram) * hidden).sum(dtype=torch.float64)
 
 
 def removable(layout: Layout, removed: Sequence[int]) -> list[int]:

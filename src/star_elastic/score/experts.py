@@ -139,7 +139,12 @@ class ExpertSums:
         no reader takes them for measured.
         """
         tokens, norms, weighted = self.tokens.cpu(), self.norms.cpu(), self.weighted.cpu()
-        measured = {"reap": weighted / tokens.clamp(min=1), "activation": norms, "frequency": tokens.double()}
+        measured = {
+            "reap": weighted / tokens.clamp(min=1),
+            "reap_sum": weighted,
+            "activation": norms,
+            "frequency": tokens.double(),
+        }
         score = measured[method].clone()
         best_first = sorted(self.idle(), key=lambda expert: -float(router_norms[expert]))
         for place, expert in enumerate(best_first):

@@ -18,11 +18,10 @@ from star_elastic.checkpoint import Checkpoint
 from star_elastic.layout import Layout, Unit
 from star_elastic.progress import progress_bar
 from star_elastic.score.activations import Recorder
-from star_elastic.score.collect import weight_axes
 from star_elastic.score.finite import check_weights
 from star_elastic.score.hidden import HiddenStates, InMemory, OnDisk
 from star_elastic.score.measure import Batch, Scores, count_tokens, summarise
-from star_elastic.score.methods import ScoreOptions
+from star_elastic.score.methods import REMOVALS, ScoreOptions
 from star_elastic.score.settings import Waiting
 from star_elastic.score.stack import Stack
 from star_elastic.score.state import RunState
@@ -40,8 +39,10 @@ def layerwise_options(options: ScoreOptions, *, probe: bool = False) -> ScoreOpt
     """
     if probe:
         raise RequestError("--probe runs the whole model, and --layerwise never holds it: score without one of them")
-    if options.methods.get("depth") == "removal":
-        raise RequestError("--layerwise cannot remove layers one by one, which reads the model once for every pair: depth=cosine")
+    if options.methods.get("depth") in REMOVALS:
+        raise RequestError(
+            "--layerwise cannot remove layers one by one, which reads the model once for every pair: depth=cosine"
+        )
     return ScoreOptions(
         {"depth": "cosine", **options.methods}, options.kept, options.per_expert, options.depth_samples, options.seed
     )
@@ -83,7 +84,7 @@ def score_layerwise(
     options.check(layout)
     count_tokens(batches, layout)
     streamed = StreamedModel(checkpoint, layout, device=device, dtype=dtype)
-    run = _Run(streamed, Recorder(layout, options), WeightSums(), batches)
+    run = _Run(streamed, Recorder(layout, options), WeightSums(layout, options), batches)
     saved = state.load() if state and waiting == "disk" else {}
     done = run.restore(saved) if saved else 0
     hidden: HiddenStates = InMemory()
@@ -107,9 +108,10 @@ def score_layerwise(
 class _Run:
     """What is gathered layer by layer."""
 
-    def __init__(self, streamed: StreamedModel, recorder: Recorder, weights: WeightSums, batches: Sequence[Batch]) -> None:
+    def __init__(
+        self, streamed: StreamedModel, recorder: Recorder, weights: WeightSums, batches: Sequence[Batch]
+    ) -> None:
         self.streamed, self.recorder, self.weights, self.batches = streamed, recorder, weights, batches
-        self._axes = weight_axes(recorder.options, recorder.layout)
 
     def layer(self, unit: Unit, hidden: HiddenStates, device: torch.device) -> int:
         """Take every batch through one layer; the number of tokens."""
@@ -123,12 +125,16 @@ class _Run:
             control = stack.enter_context(Stack(start=unit.layer, stop=unit.layer + 1).controlling(model, layout))
             stack.enter_context(self.recorder.listening(model, self._heard(unit)))
             self._check_held()
-            self.weights.add(model, layout, unit, self._axes)
+            self.weights.add(model, unit)
             for number, batch in enumerate(self.batches):
                 mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).to(device)
                 control.hidden = None if unit.layer == 0 else hidden.read(number).to(device)
                 # From the second layer on the embedding is gone: any hidden states do to begin with.
-                begin = {"input_ids": batch["input_ids"].to(device)} if unit.layer == 0 else {"inputs_embeds": control.hidden}
+                begin = (
+                    {"input_ids": batch["input_ids"].to(device)}
+                    if unit.layer == 0
+                    else {"inputs_embeds": control.hidden}
+                )
                 with self.recorder.batch(mask):
                     model.base_model(**begin, attention_mask=mask, use_cache=False)
                 assert control.output is not None
@@ -139,10 +145,10 @@ class _Run:
     def other_weights(self) -> None:
         """Check the head's weights; and take from all outside the decoder layers, where an axis is ranked by them."""
         for unit in self.recorder.layout.units:
-            if unit.kind == "head" or (unit.layer is None and self._axes):
+            if unit.kind == "head" or (unit.layer is None and self.weights.axes):
                 with self.streamed.holding(unit):
                     self._check_held()
-                    self.weights.add(self.streamed.model, self.recorder.layout, unit, self._axes)
+                    self.weights.add(self.streamed.model, unit)
 
     def _check_held(self) -> None:
         """Raise NotFiniteError for NaN or infinity in what is in memory now."""
@@ -160,6 +166,7 @@ class _Run:
             "layers": torch.tensor(unit.layer + 1),
             **{f"sums/{name}": tensor for name, tensor in self.recorder.state().items()},
             **{f"squares/{key}": tensor for key, tensor in self.weights.squares.items()},
+            **{f"columns/{place}": tensor for place, tensor in self.weights.columns.items()},
             **{f"routers/{layer}": tensor for layer, tensor in self.weights.routers.items()},
         }
 
@@ -170,7 +177,7 @@ class _Run:
             head, _, tail = name.partition("/")
             parts.setdefault(head, {})[tail] = tensor
         self.recorder.restore(parts.get("sums", {}))
-        self.weights.squares = parts.get("squares", {})
+        self.weights.squares, self.weights.columns = parts.get("squares", {}), parts.get("columns", {})
         self.weights.routers = {int(layer): tensor for layer, tensor in parts.get("routers", {}).items()}
         return int(saved["layers"])
 

@@ -16,9 +16,9 @@ from star_elastic.errors import DataError
 from star_elastic.layout import Layout
 from star_elastic.progress import progress_bar
 from star_elastic.score.activations import Recorder
-from star_elastic.score.collect import collect, weight_axes
+from star_elastic.score.collect import collect
 from star_elastic.score.depth import Removal, depth_order, first_samples, passes, remove_layers
-from star_elastic.score.methods import ScoreOptions
+from star_elastic.score.methods import REMOVALS, ScoreOptions
 from star_elastic.score.state import RunState
 from star_elastic.score.weights import WeightSums
 
@@ -31,12 +31,12 @@ class Scores:
 
     Attributes:
         tensors: by key, ``hidden``, ``depth``, ``layers.{i}.{axis}`` or ``layers.{i}.experts.{e}.{axis}``; fp32, one number per
-            member. ``depth`` holds for each layer the logit error at its removal, or 1 - cosine; its order is ``depth_order``.
+            member. ``depth`` holds for each layer the change at its removal, or 1 - cosine; its order is ``depth_order``.
         idle_experts: by layer, the experts that no token reached.
         samples: rows with at least one real token.
         tokens: real tokens.
         depth_order: layers from most to least important; None where depth was not ranked.
-        depth_errors: by number of layers kept, the normalised squared change of the logits.
+        depth_errors: by number of layers kept, the change of the logits or predictions; see ``changes``.
     """
 
     tensors: dict[str, Tensor]
@@ -83,11 +83,11 @@ def score_model(
         start = int(saved.get("batches", torch.tensor(0)))
         listen(model, recorder, listed, start=start, state=state, progress=progress)
         removal = None
-        if options.method("depth") == "removal":
+        if options.method("depth") in REMOVALS:
             removal = _remove(model, recorder, listed, saved, state, progress)
-        weights = WeightSums()
+        weights = WeightSums(layout, options)
         for unit in layout.units:
-            weights.add(model, layout, unit, weight_axes(options, layout))
+            weights.add(model, unit)
         return summarise(recorder, weights, listed, removal)
 
 
@@ -158,7 +158,12 @@ def summarise(recorder: Recorder, weights: WeightSums, batches: Sequence[Batch],
 
 
 def _remove(
-    model: Any, recorder: Recorder, batches: Sequence[Batch], saved: Mapping[str, Tensor], state: RunState | None, progress: bool
+    model: Any,
+    recorder: Recorder,
+    batches: Sequence[Batch],
+    saved: Mapping[str, Tensor],
+    state: RunState | None,
+    progress: bool,
 ) -> Removal:
     """Iterative removal over the first samples, going on where ``saved`` left off."""
     layout, options = recorder.layout, recorder.options
@@ -172,7 +177,8 @@ def _remove(
 
     with progress_bar("scoring depth", passes(layout, len(some)), "runs", shown=progress) as advance:
         done = Removal.restored(kept) if kept else None
-        return remove_layers(model, layout, some, done=done, advance=advance, after_batch=after_batch)
+        told: Any = {"advance": advance, "after_batch": after_batch}
+        return remove_layers(model, layout, some, method=options.method("depth"), done=done, **told)
 
 
 def _state(recorder: Recorder, batches: int) -> dict[str, Tensor]:

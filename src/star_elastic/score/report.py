@@ -28,7 +28,7 @@ class ScoreReport:
         kept: for each key of ``scores.safetensors``, width -> share of the summed importance that its best members hold.
         idle_experts: by layer, the experts that no calibration token reached.
         depth_order: layers from most to least important; None where depth was not ranked.
-        depth_errors: by number of layers kept, the normalised squared change of the logits; only from iterative removal.
+        depth_errors: by number of layers kept, the change of the logits or predictions; only from iterative removal.
         facts: everything else that ``scores.json`` records.
         probe: held-out loss of one-shot cuts, where it was asked for; it goes to ``probe.json``.
     """
@@ -96,7 +96,12 @@ def _depth_lines(report: ScoreReport) -> list[str]:
     lines = [f"layers, most important first: {', '.join(map(str, report.depth_order))}"]
     if report.depth_errors:
         errors = ", ".join(f"{kept}: {error:.3g}" for kept, error in report.depth_errors.items())
-        lines.append(f"relative squared change of the logits by layers kept: {errors}")
+        what = (
+            "KL divergence from the whole model"
+            if report.facts["methods"]["depth"] == "kl"
+            else "relative squared change of the logits"
+        )
+        lines.append(f"{what} by layers kept: {errors}")
     return lines
 
 

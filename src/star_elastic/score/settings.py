@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from star_elastic.score.methods import ScoreOptions
+from star_elastic.score.methods import REMOVALS, ScoreOptions
 from star_elastic.selection import RequestError
 from star_elastic.train.packing import Packing
 
@@ -40,8 +40,10 @@ def check_settings(*, packing: Any, layerwise: Any, resume: bool, seed: Any, cou
 def check_depth_samples(wanted: int | None, options: ScoreOptions) -> None:
     """Raise RequestError where rows for iterative removal are asked for, and layers are ranked otherwise."""
     method = options.method("depth")
-    if wanted is not None and method != "removal":
-        raise RequestError(f"--depth-samples {wanted} is for depth=removal, and here depth={method}: leave it out")
+    if wanted is not None and method not in REMOVALS:
+        raise RequestError(
+            f"--depth-samples {wanted} is for depth={' or '.join(REMOVALS)}, and here depth={method}: leave it out"
+        )
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

@@ -33,6 +33,16 @@ def spot_of(unit: Unit, tap: Tap) -> Spot:
     return Spot(f"{unit.module}.{tap.module}", tap.side, sum(s.size for s in before), segment)
 
 
+def place_of(unit: Unit, tap: Tap) -> str:
+    """Name, unique in a model, of the place whose channels a tap hears; those of a layer's routed experts are one place."""
+    return f"{unit.module}.{tap.module}" if tap.side == "experts" else spot_of(unit, tap).key
+
+
+def expert_key(place: str, expert: int) -> str:
+    """Name of one routed expert at a place."""
+    return f"{place}.{expert}"
+
+
 def expert_count(unit: Unit) -> int:
     """Number of routed experts of a unit."""
     return next(row.dims[0].size for row in unit.rows if row.routed)

@@ -48,8 +48,12 @@ class ChannelSums:
         self._sums: Tensor | None = None  # (B, C) of the batch in progress
         self._counts: Tensor | None = None  # (B,)
 
+    def measure(self, activation: Tensor) -> Tensor:
+        """What is summed over tokens."""
+        return activation.abs()
+
     def add(self, sums: Tensor, counts: Tensor) -> None:
-        """Add sums of |activation| (B, C) over ``counts`` (B,) tokens of each sample in the batch."""
+        """Add sums of what is measured (B, C) over ``counts`` (B,) tokens of each sample in the batch."""
         self._sums = sums if self._sums is None else self._sums + sums
         self._counts = counts if self._counts is None else self._counts + counts
 
@@ -73,13 +77,15 @@ class ChannelSums:
         return int(self.tokens) > 0
 
     def importance(self) -> Tensor:
-        """Root of the sum of squares over samples, fp64 (C,).
+        """Root of the sum of squares, fp64 (C,).
 
         Raises:
             DataError: no token ever came by; zero would be a false score.
         """
         if self.squares is None or not self.heard:
-            raise DataError(f"no calibration token reached {self.place}, so its channels cannot be ranked: give more data")
+            raise DataError(
+                f"no calibration token reached {self.place}, so its channels cannot be ranked: give more data"
+            )
         return self.squares.cpu().sqrt()
 
     def state(self) -> dict[str, Tensor]:
@@ -89,6 +95,21 @@ class ChannelSums:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from an earlier ``state``."""
         self.squares, self.tokens = state["squares"], state["tokens"]
+
+
+class SquareSums(ChannelSums):
+    """Energy of channels: the root of the sum over real tokens of the squared activation, all samples alike, as Wanda takes it
+    (arXiv 2306.11695). Times the norm of the columns that read it, this is how much a channel adds to what comes behind."""
+
+    def measure(self, activation: Tensor) -> Tensor:
+        """What is summed over tokens."""
+        return activation.float().square()
+
+    def add(self, sums: Tensor, counts: Tensor) -> None:
+        """Add sums of squares (B, C) over ``counts`` (B,) tokens of each sample in the batch."""
+        squares = sums.sum(0)
+        self.squares = squares if self.squares is None else self.squares.to(squares.device) + squares
+        self.tokens = self.tokens.to(squares.device) + counts.sum()
 
 
 class CosineSums:

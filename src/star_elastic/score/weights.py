@@ -1,4 +1,5 @@
-"""Importance that needs no data: from weights, or from nothing at all, for comparison with what activations say."""
+"""Importance that needs no data: from weights, or from nothing at all, for comparison with what activations say; and the norms of
+weights by which activations are multiplied."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from star_elastic.layout import Dim, Layout, Unit
+from star_elastic.layout import Dim, Layout, Tap, Unit
 from star_elastic.orders import axis_key, axis_keys
+from star_elastic.score.methods import ScoreOptions, listens
+from star_elastic.score.spots import expert_key, place_of, spot_of
 
 
 @dataclass
@@ -18,31 +21,61 @@ class WeightSums:
     """What scores take from weights, gathered unit by unit.
 
     Attributes:
+        layout: the model's table.
+        options: which axes are ranked by weights, alone or times activations.
         squares: by key, for each member the sum of squares of all matrix entries that leave with it, fp64.
         routers: by layer, the L2 norm of each expert's row of the router, fp64 (E,).
+        columns: by place (``Recorder.channels``), the L2 norm of each channel's columns in what reads it, fp64 (C,).
     """
 
+    layout: Layout
+    options: ScoreOptions
     squares: dict[str, Tensor] = field(default_factory=dict)
     routers: dict[int, Tensor] = field(default_factory=dict)
+    columns: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, model: nn.Module, layout: Layout, unit: Unit, axes: set[str]) -> None:
-        """Add the matrices of a unit, for some axes. Vectors and buffers do not count; a tied matrix counts once."""
-        for row in unit.rows:
-            if row.buffer or row.alias or len(row.dims) < 2 or row.axes.isdisjoint(axes):
-                continue
-            weight = model.get_parameter(unit.name(row)).detach()
-            for number, dim in enumerate(row.dims):
-                for axis in sorted(dim.axes & axes):
-                    key = axis_key(layout.axes[axis], unit.layer)
-                    total = self.squares.setdefault(key, torch.zeros(layout.axes[axis].size, dtype=torch.float64))
-                    owner = owners(dim, axis)
-                    total.index_add_(0, owner[owner >= 0], line_squares(weight, number)[owner >= 0])
+    @property
+    def axes(self) -> set[str]:
+        """Axes that are ranked by the norm of their weights."""
+        return {axis for axis in self.layout.width_axes if self.options.method(axis) == "weight_norm"}
+
+    def add(self, model: nn.Module, unit: Unit) -> None:
+        """Add the matrices of a unit. Vectors and buffers do not count; a tied matrix counts once."""
+        self._add_squares(model, unit)
         if unit.router is not None and unit.layer is not None:
             self.routers[unit.layer] = router_norms(model, unit)
+        for tap in unit.taps:
+            if self.options.weighs(tap.axis) and listens(tap, self.options.method(tap.axis)):
+                self.columns |= self._columns(model, unit, tap)
 
     def norms(self) -> dict[str, Tensor]:
         """Roots of the squares, by key."""
         return {key: total.sqrt() for key, total in self.squares.items()}
+
+    def _add_squares(self, model: nn.Module, unit: Unit) -> None:
+        for row in unit.rows:
+            if row.buffer or row.alias or len(row.dims) < 2 or row.axes.isdisjoint(self.axes):
+                continue
+            weight = model.get_parameter(unit.name(row)).detach()
+            for number, dim in enumerate(row.dims):
+                for axis in sorted(dim.axes & self.axes):
+                    one = self.layout.axes[axis]
+                    total = self.squares.setdefault(
+                        axis_key(one, unit.layer), torch.zeros(one.size, dtype=torch.float64)
+                    )
+                    owner = owners(dim, axis)
+                    total.index_add_(0, owner[owner >= 0], line_squares(weight, number)[owner >= 0])
+
+    def _columns(self, model: nn.Module, unit: Unit, tap: Tap) -> dict[str, Tensor]:
+        """Norms for one tap, by place; routed experts have one each."""
+        weights = [model.get_parameter(unit.name(row)).detach() for row in unit.reading(tap)]
+        place = place_of(unit, tap)
+        if tap.side != "experts":
+            spot = spot_of(unit, tap)
+            squares = torch.stack([line_squares(weight, weight.ndim - 1) for weight in weights]).sum(0)
+            return {place: squares.narrow(0, spot.start, spot.segment.size).sqrt()}
+        [weight] = weights  # (E, D, F)
+        return {expert_key(place, expert): line_squares(one, 1).sqrt() for expert, one in enumerate(weight)}
 
 
 def line_squares(weight: Tensor, dim: int) -> Tensor:
