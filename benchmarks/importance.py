@@ -4,13 +4,13 @@
     python benchmarks/importance.py orders  OUT/demo-1 RESULTS --data OUT/data --seeds 1
     python benchmarks/importance.py experts OUT/uneven-0 RESULTS --data OUT/data --seeds 0
     python benchmarks/importance.py depth   PARENT RESULTS --data library --seeds 0
-    python benchmarks/importance.py heads   OUT/demo-0 RESULTS --data OUT/data --seeds 0
+    python benchmarks/importance.py criteria OUT/demo-0 RESULTS --data OUT/data --seeds 0
     python benchmarks/importance_tables.py RESULTS
 
 ``orders`` cuts every axis to 0.9, 0.75 and 0.5 of its width (nearest legal), and all width axes together to those shares of the
 active parameters, with the members sorted by importance, as they lie, at random, and sorted the wrong way round. ``experts``
 cuts routed experts in the order of each way to rank them. ``depth`` compares layers removed with widths cut, at equal parameters.
-``heads`` ranks Mamba heads by other numbers, to see what the usual one misses.
+``criteria`` cuts each axis in the order of each way to rank it, and in many random orders.
 
 A seed picks the calibration rows, the held-out rows and the random order. Calibration and held-out rows never share a file.
 Cuts run through the sliced lens on a model sorted in memory, which computes what the exported slice would.
@@ -42,7 +42,7 @@ from star_elastic.loading import load_model
 from star_elastic.reorder import sort_model
 from star_elastic.score.depth import depth_order
 from star_elastic.score.measure import Scores, score_model
-from star_elastic.score.methods import EXPERT_METHODS, ScoreOptions
+from star_elastic.score.methods import EXPERT_METHODS, ScoreOptions, methods_for
 from star_elastic.score.probe import measure_losses, orders_of
 from star_elastic.submodel import ElasticConfig, Submodel
 from star_elastic.train.data import Batch, Calibration, calibration_batches, held_out_batches
@@ -76,7 +76,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--depth-samples", type=int, default=16, help="rows that removal of layers reads")
-    parser.add_argument("--depth-methods", nargs="+", default=["cosine", "removal"])
+    parser.add_argument("--depth-methods", nargs="+", default=["cosine", "removal", "kl"])
+    parser.add_argument("--criteria", nargs="+", help="ways to rank, for criteria; default: all")
+    parser.add_argument("--random-orders", type=int, default=8, help="of each axis, for criteria, beside unsorted")
     parser.add_argument(
         "--depth-shares", type=float, nargs="+", default=[0.85, 0.75], help="of the parameters, to keep"
     )
@@ -306,7 +308,7 @@ def together(layout: Layout, share: float, kind: str, axes: Sequence[str] | None
 
 
 def run_experts(job: Job) -> None:
-    """Routed experts cut in the order of each way to rank them, of REAP backwards, and of its sum instead of its mean."""
+    """Routed experts cut in the order of each way to rank them, and of REAP backwards."""
     axis = job.layout.axes["experts"]
     cuts = [
         Cut("experts", round(width / axis.size, 3), Submodel(widths={"experts": width})) for width in axis.legal()[:-1]
@@ -319,10 +321,6 @@ def run_experts(job: Job) -> None:
         job.results.note(f"scores_{method}", experts)
         job.measure(method, scores, cuts)
     job.measure("reap_reverse", width_orders(found["reap"], job.seed)["reverse"], cuts)
-    summed = {
-        key: one * found["frequency"].tensors[key] for key, one in found["reap"].tensors.items() if key in experts
-    }
-    job.measure("reap_summed", replace(found["reap"], tensors=summed), cuts)
 
 
 def run_depth(job: Job) -> None:
@@ -349,47 +347,24 @@ def width_sets(layout: Layout) -> list[list[str]]:
     return [["hidden", *inner], inner, ["hidden"]]
 
 
-def run_heads(job: Job) -> None:
-    """Mamba heads of a NemotronH, ranked by the usual score, by weights, by what reaches the output projection, and at random."""
-    sizes = [width for width in job.layout.axes["mamba_heads"].legal()[:-1] if width > 2]
-    cuts = [Cut("mamba_heads", width, Submodel(widths={"mamba_heads": width})) for width in sizes]
+def run_criteria(job: Job) -> None:
+    """Every way to rank each axis of channels or heads, against many random orders."""
     job.measure("unsorted", None, [Cut("none", 1.0, Submodel())])
-    usual = job.score({"depth": "none"})
-    keys = [key for key in usual.tensors if key.endswith(".mamba_heads")]
-    job.results.note("variation", {key: float(usual.tensors[key].std() / usual.tensors[key].mean()) for key in keys})
-    job.measure("score", usual, cuts)
-    job.measure("weight_norm", job.score({"depth": "none", "mamba_heads": "weight_norm"}), cuts)
-    outputs = gated_outputs(job, keys)
-    job.measure("output", replace(usual, tensors={key: one for key, (one, _) in outputs.items()}), cuts)
-    job.measure("output x weight", replace(usual, tensors={key: one for key, (_, one) in outputs.items()}), cuts)
-    for number in range(8):
-        generator = torch.Generator().manual_seed(1000 * job.seed + number)
-        chance = {key: torch.rand(len(usual.tensors[key]), generator=generator) for key in keys}
-        job.measure(f"random {number}", replace(usual, tensors=chance), cuts)
+    listed = job.options.axes or [axis for axis in job.layout.width_axes if axis != "experts"]
+    for axis in listed:
+        cuts = axis_cuts(job.layout, axis)
+        job.measure("unsorted", None, cuts if job.options.random_orders else [])
+        wanted = job.options.criteria or methods_for(axis)
+        for method in (name for name in methods_for(axis) if name != "random" and name in wanted):
+            scores = job.score({"depth": "none", axis: method})
+            job.measure(method, scores, cuts)
+        for number in range(job.options.random_orders):
+            generator = torch.Generator().manual_seed(1000 * job.seed + number)
+            chance = {key: torch.rand(len(one), generator=generator) for key, one in scores.tensors.items()}
+            job.measure(f"random {number}", replace(scores, tensors=chance), cuts)
 
 
-def gated_outputs(job: Job, keys: Sequence[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Per Mamba layer, L2 over a head's channels of mean |input of out_proj|, bare and times the norms of out_proj's columns."""
-    found = {}
-    for key in keys:
-        projection = job.model.base_model.layers[int(key.split(".")[1])].mixer.out_proj
-        sums = torch.zeros(projection.in_features)
-
-        def hear(_module: Any, inputs: tuple[torch.Tensor, ...], sums: torch.Tensor = sums) -> None:
-            sums += inputs[0].float().abs().flatten(0, -2).sum(0)  # padding adds the same kind of noise to every head
-
-        handle = projection.register_forward_pre_hook(hear)
-        with torch.inference_mode():
-            for batch in job.calibration.batches:
-                job.model.base_model(**batch, use_cache=False)
-        handle.remove()
-        heads = job.layout.axes["mamba_heads"].size
-        columns = projection.weight.detach().norm(dim=0)
-        found[key] = tuple(one.view(heads, -1).norm(dim=1) for one in (sums, sums * columns))
-    return found
-
-
-EXPERIMENTS = {"orders": run_orders, "experts": run_experts, "depth": run_depth, "heads": run_heads}
+EXPERIMENTS = {"orders": run_orders, "experts": run_experts, "depth": run_depth, "criteria": run_criteria}
 
 
 if __name__ == "__main__":

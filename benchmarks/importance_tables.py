@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ORDERS = ("sorted", "unsorted", "random", "reverse")
-METHODS = ("reap", "reap_summed", "activation", "frequency", "router_weight", "random", "reap_reverse")
+METHODS = ("reap", "reap_sum", "activation", "frequency", "router_weight", "random", "reap_reverse")
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         "orders": show_orders,
         "experts": show_experts,
         "depth": show_depth,
-        "heads": show_heads,
+        "criteria": show_criteria,
     }.items():
         for name in sorted({group_of(run) for run in runs if run["about"]["experiment"] == experiment}):
             chosen = [run for run in runs if run["about"]["experiment"] == experiment and group_of(run) == name]
@@ -146,7 +146,7 @@ def ranks(values: Sequence[float]) -> list[int]:
 def show_depth(runs: Sequence[dict[str, Any]]) -> None:
     """Layers against widths at equal parameters; parents may differ in which layers go, and so in what is left."""
     print("| aim | cut | parameters left | added loss |\n|---|---|---|---|")
-    for method in ("removal", "cosine"):
+    for method in ("removal", "kl", "cosine"):
         chosen = [one for one in runs[0]["losses"] if method in (one["note"][3:], one["order"].removeprefix("depth_"))]
         for cut in sorted(chosen, key=lambda one: -one["share"]):
             name = (
@@ -167,22 +167,30 @@ def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one[key] == other[key] for key in ("order", "axis", "share", "note"))
 
 
-def show_heads(runs: Sequence[dict[str, Any]]) -> None:
-    """Mamba heads by other numbers, with how many random orders of the same parent each beats; those as one column."""
-    columns = ("score", "weight_norm", "output", "output x weight")
-    for run in runs:
-        varied = ", ".join(f"{key} {value:.1%}" for key, value in run["variation"].items())
-        print(f"Standard deviation of the usual score over its mean, {run['about']['parent']}: {varied}.")
-    print(f"\n| kept | {' | '.join(columns)} | eight random orders |\n|---|{'---|' * (len(columns) + 1)}")
-    for cut in cuts_of(runs, "score"):
-        random = [f"random {number}" for number in range(8)]
-        cells = []
-        for order in columns:
-            ours = [added(run, order, cut) for run in runs for _ in random]
-            beaten = count_wins(ours, [added(run, other, cut) for run in runs for other in random])
-            cells.append(f"{spread(added(run, order, cut) for run in runs)}, beats {beaten}")
-        chance = spread(added(run, other, cut) for run in runs for other in random)
-        print(f"| {label(cut, runs[0]['about'])} | {' | '.join([*cells, chance])} |")
+def show_criteria(runs: Sequence[dict[str, Any]]) -> None:
+    """A table for each axis: each way to rank it, with how many random and unsorted orders it beats."""
+    names = list(dict.fromkeys(one["order"] for run in runs for one in run["losses"]))
+    random = [name for name in names if name.startswith("random ")]
+    for axis in dict.fromkeys(one["axis"] for one in runs[0]["losses"] if one["axis"] != "none"):
+        measured = {one["order"] for run in runs for one in run["losses"] if one["axis"] == axis}
+        criteria = [name for name in names if name in measured and name not in (*random, "unsorted")]
+        others = ["unsorted", f"{len(random)} random orders"] if random else []
+        print(f"| {axis} | {' | '.join([*criteria, *others])} |\n|---|{'---|' * len([*criteria, *others])}")
+        for cut in (one for one in cuts_of(runs, criteria[0]) if one["axis"] == axis):
+            cells = [spread(added(run, name, cut) for run in runs) for name in criteria]
+            if random:
+                wins = [(beaten(runs, name, random, cut), beaten(runs, name, ["unsorted"], cut)) for name in criteria]
+                cells = [f"{cell}; {chance}, {lying}" for cell, (chance, lying) in zip(cells, wins, strict=True)]
+                cells += [spread(added(run, "unsorted", cut) for run in runs)]
+                cells += [spread(added(run, name, cut) for run in runs for name in random)]
+            print(f"| {label(cut, runs[0]['about'])} | {' | '.join(cells)} |")
+        print()
+
+
+def beaten(runs: Sequence[dict[str, Any]], order: str, others: Sequence[str], cut: dict[str, Any]) -> str:
+    """How many of other orders, each on every parent, cost more than one."""
+    ours = [added(run, order, cut) for run in runs for _ in others]
+    return count_wins(ours, [added(run, other, cut) for run in runs for other in others])
 
 
 if __name__ == "__main__":

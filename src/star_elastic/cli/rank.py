@@ -44,8 +44,9 @@ def score(
         list[str] | None,
         typer.Option(
             metavar="AXIS=NAME",
-            help="Rank an axis otherwise; may be repeated. experts: reap, activation, frequency, router_weight, random. "
-            "depth: removal, cosine, none. Others: activation, weight_norm, random.",
+            help="Rank an axis otherwise; may be repeated. experts: reap, reap_sum, activation, frequency, router_weight, "
+            "random. depth: removal, kl, cosine, none. mamba_heads, mamba_head_dim: output, activation (as published), "
+            "weight_norm, random. Others: activation, weighted, weight_norm, random.",
         ),
     ] = None,
     kept: Annotated[
