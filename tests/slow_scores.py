@@ -16,9 +16,9 @@ Heard = dict[str, list[torch.Tensor]]
 
 
 def slow_scores(
-    model: Any, rows: Rows, kept: int | None = None, per_expert: bool = False, mamba: str = "output"
+    model: Any, rows: Rows, kept: int | None = None, per_expert: bool = False, published: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Every width axis by its default, or the Mamba axes by another method. ``kept``: channels of a Mamba head that count."""
+    """Every width axis by its default, or as published where that is another. ``kept``: channels of a Mamba head that count."""
     channels, routed = hear_all(model, rows)
     scores: dict[str, torch.Tensor] = {"hidden": sum(v for k, v in channels.items() if "norm" in k)}  # type: ignore[dict-item]
     for name, one in channels.items():
@@ -33,8 +33,8 @@ def slow_scores(
             continue
         elif "norm" not in name and (per_expert or ".experts." not in name):
             scores[name] = one
-    if mamba == "output":
-        scores |= {key: one for key, one in slow_weighted(model, rows, kept).items() if "mamba" in key}
+    if not published:
+        scores |= {key: one for key, one in slow_weighted(model, rows, kept).items() if "mamba" in key or "heads" in key}
     return scores | {f"{layer}.experts": reap(seen, size) for layer, (seen, size) in routed.items()}
 
 

@@ -172,6 +172,7 @@ def test_nan_on_padding_does_no_harm() -> None:
     assert_close(score(model, padded(rows, "right", junk=127)).tensors, clean, rtol=1e-6)
 
 
+AS_PUBLISHED = dict.fromkeys(("heads", "mamba_heads", "mamba_head_dim"), "activation")
 WEIGHTED = {"mamba_heads": "output", "mamba_head_dim": "output", "depth": "none"}
 
 
@@ -190,12 +191,13 @@ def test_channels_times_the_weights_that_read_them(family: str, side: str) -> No
     assert_close({key: one for key, one in found.items() if not key.endswith(".experts")}, slow_weighted(model, rows))
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "granitemoehybrid"])
-def test_mamba_axes_as_published(family: str) -> None:
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_heads_and_mamba_axes_as_published(family: str) -> None:
     model = FAMILIES[family](5)
     rows = random_rows()
-    methods = {"mamba_heads": "activation", "mamba_head_dim": "activation", "depth": "none"}
-    assert_close(score(model, padded(rows, "left"), methods=methods).tensors, slow_scores(model, rows, mamba="activation"))
+    layout = layout_of(model.config.to_dict())
+    methods = {"depth": "none"} | {axis: method for axis, method in AS_PUBLISHED.items() if axis in layout.axes}
+    assert_close(score(model, padded(rows, "left"), methods=methods).tensors, slow_scores(model, rows, published=True))
 
 
 @pytest.mark.parametrize(("pattern", "edits"), [("M*E-", {"moe_latent_size": 24}), ("M*M", {})])
@@ -210,13 +212,13 @@ def test_weighted_channels_in_other_hybrids(pattern: str, edits: dict[str, Any],
 
 
 @pytest.mark.parametrize("kept", [4, 8])
-@pytest.mark.parametrize("method", ["output", "activation"])
-def test_mamba_heads_are_judged_by_the_kept_channels(method: str, kept: int) -> None:
+@pytest.mark.parametrize("published", [False, True])
+def test_mamba_heads_are_judged_by_the_kept_channels(published: bool, kept: int) -> None:
     model = tiny_model(3, "M*M")
     rows = random_rows()
-    methods = {"mamba_heads": method, "mamba_head_dim": method, "depth": "none"}
+    methods = {"depth": "none", **(AS_PUBLISHED if published else {})}
     found = score(model, padded(rows, "left"), kept={"mamba_head_dim": kept}, methods=methods).tensors
-    assert_close(found, slow_scores(model, rows, kept=kept, mamba=method))
+    assert_close(found, slow_scores(model, rows, kept=kept, published=published))
     by_all = score(model, padded(rows, "left"), methods=methods).tensors
     assert torch.equal(found["layers.0.mamba_heads"], by_all["layers.0.mamba_heads"]) == (kept == 8)
 

@@ -108,7 +108,7 @@ def test_kept_channels_may_come_from_another_method() -> None:
     assert (kept["layers.0.mamba_heads"] < full["layers.0.mamba_heads"]).all()
 
 
-@pytest.mark.parametrize("axis", ["hidden", "mamba_heads", "experts", "depth"])
+@pytest.mark.parametrize("axis", ["hidden", "heads", "mamba_heads", "experts", "depth"])
 def test_the_first_method_is_the_default(axis: str) -> None:
     assert ScoreOptions().method(axis) == next(iter(methods_for(axis)))
 

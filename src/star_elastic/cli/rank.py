@@ -45,8 +45,9 @@ def score(
         typer.Option(
             metavar="AXIS=NAME",
             help="Rank an axis otherwise; may be repeated. experts: reap, reap_sum, activation, frequency, router_weight, "
-            "random. depth: removal, kl, cosine, none. mamba_heads, mamba_head_dim: output, activation (as published), "
-            "weight_norm, random. Others: activation, weighted, weight_norm, random.",
+            "random. depth: removal, kl, cosine, none. heads: weighted, activation (as published), weight_norm, random. "
+            "mamba_heads, mamba_head_dim: output, activation (as published), weight_norm, random. Others: activation, weighted, "
+            "weight_norm, random.",
         ),
     ] = None,
     kept: Annotated[

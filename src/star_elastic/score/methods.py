@@ -28,6 +28,8 @@ WIDTH_METHODS = {
     "random": RANDOM,
 }
 
+HEAD_METHODS = {name: WIDTH_METHODS[name] for name in ("weighted", "activation", "weight_norm", "random")}
+
 MAMBA_METHODS = {
     "output": f"{WEIGHTED}; at the output projection",
     "activation": f"{ACTIVATION}; of the x that the input projection gives (Nemotron Elastic eq. 3 and 4)",
@@ -72,6 +74,7 @@ def methods_for(axis: str) -> dict[str, str]:
     own = {
         "experts": EXPERT_METHODS,
         "depth": DEPTH_METHODS,
+        "heads": HEAD_METHODS,
         "mamba_heads": MAMBA_METHODS,
         "mamba_head_dim": MAMBA_METHODS,
     }
