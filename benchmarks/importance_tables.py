@@ -94,7 +94,8 @@ def label(cut: dict[str, Any], about: dict[str, Any]) -> str:
 def show_orders(runs: Sequence[dict[str, Any]]) -> None:
     """Every cut in four orders."""
     print(f"| axis | kept | {' | '.join(ORDERS)} | wins |\n|---|---|{'---|' * len(ORDERS)}---|")
-    for cut in cuts_of(runs, "sorted"):
+    axes = [*runs[0]["about"]["axes"], "together"]
+    for cut in sorted(cuts_of(runs, "sorted"), key=lambda cut: (axes.index(cut["axis"]), -cut["share"])):
         values = {order: [added(run, order, cut) for run in runs] for order in ORDERS}
         cells = [spread(values[order]) for order in ORDERS]
         wins = ", ".join(count_wins(values["sorted"], values[order]) for order in ORDERS[1:])
