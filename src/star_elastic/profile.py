@@ -1,0 +1,442 @@
+"""Measure what the units of a model cost in seconds, at a ladder of widths (``latency`` reads the result).
+
+No weights are loaded: each point is a model of one layer (and what it cannot run without), built from the config at those
+widths and filled with random numbers. Time depends on shapes, not on values, but for one thing: which experts tokens go to.
+Random routers spread them about evenly, as a balanced one does. So a model far larger than the machine can be profiled.
+
+What is timed is the model's own code inside a call of the whole model, from the moment it enters a unit until it leaves it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from star_elastic.errors import UnknownNameError, WidthError, nearest
+from star_elastic.latency import Conditions, LatencyTable, Machine, Model, Point, UnitLatency, check_new_file
+from star_elastic.layout import Layout, Unit
+from star_elastic.loading import choose_device, choose_dtype, layout_in, transformers_reads
+from star_elastic.progress import progress_bar
+from star_elastic.selection import RequestError
+from star_elastic.skeleton import child_config, compare_shapes, model_class, numbered_units
+from star_elastic.streamed import compute_buffers
+from star_elastic.submodel import Submodel, open_elastic
+from star_elastic.swap import Slot
+from star_elastic.version import VERSION
+
+FRACTIONS = (1.0, 0.75, 0.5)  # of the parent's width, where no ladder is given
+SCALE = 0.02  # standard deviation of the random weights: activations stay finite
+
+Ladders = Mapping[str, Sequence[int]]
+
+
+class Clock(Protocol):
+    """Marks points in time, cheaply, and tells the seconds between two of them afterwards."""
+
+    def mark(self) -> Any: ...
+
+    def between(self, start: Any, end: Any) -> float: ...
+
+
+class CpuClock:
+    """Wall time."""
+
+    def mark(self) -> float:
+        """Now, in seconds."""
+        return time.perf_counter()
+
+    def between(self, start: float, end: float) -> float:
+        """Seconds from one mark to another."""
+        return end - start
+
+
+class CudaClock:
+    """Events in the GPU's own queue: no waiting inside a call, which would hide that launches overlap with work."""
+
+    def mark(self) -> torch.cuda.Event:
+        """An event behind all work queued so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Seconds from one event to another, once the later one has happened."""
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each repeat: inside the unit, and outside all units."""
+
+    unit: list[float]
+    outside: list[float]
+
+
+Measure = Callable[[Unit, Mapping[str, int]], Timing]
+"""Times one unit of the parent at given widths."""
+
+
+def profile_model(
+    model: Path | str,
+    out: Path | str,
+    *,
+    widths: Sequence[str] = (),
+    phase: str = "decode",
+    batch: int = 1,
+    context: int | None = None,
+    warmup: int = 3,
+    repeats: int = 20,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: bool = True,
+) -> LatencyTable:
+    """Measure a model's units and write the table as JSON.
+
+    Args:
+        model: a model folder; its config.json is enough.
+        out: the file to write; must not exist.
+        widths: ``AXIS=N,N,...`` words: which widths to measure, the parent's own always among them; axes that are not named are
+            measured at the parent's width only. None: every axis at 1, 0.75 and 0.5 of the parent's.
+        phase: ``decode`` or ``prefill``, see ``latency.Conditions``.
+        batch: sequences at once.
+        context: tokens per sequence: those before the decoded one, or those of the prompt; 1024, or what the model allows.
+        warmup: calls before the measured ones, at each point.
+        repeats: measured calls at each point.
+        device: ``auto``, ``cpu``, ``cuda``, ...
+        dtype: ``auto`` (as stored), ``float32``, ``bfloat16``, ``float16``.
+        progress: show a bar, and the table at the end.
+
+    Raises:
+        TargetError, CheckpointError, UnknownNameError, WidthError, RequestError, DeviceError: before anything is measured.
+
+    Example:
+        >>> profile_model("sorted", "decode.json", widths=["hidden=64,96,128"]).conditions.phase  # doctest: +SKIP
+        'decode'
+    """
+    check_new_file(out)
+    where, kind = choose_device(device), choose_dtype(dtype)
+    config, layout, _ = open_elastic(model)
+    layout = layout_in(kind, config, layout)
+    ladders = read_ladders(layout, widths) if widths else default_ladders(layout)
+    longest, more = config.get("max_position_embeddings"), warmup + repeats if phase == "decode" else 0
+    if context is None:
+        context = min(1024, max(1, (longest or 1024) - more))
+    if longest is not None and context + more > longest:
+        raise RequestError(
+            f"context {context} needs {context + more} positions, the model's max_position_embeddings is {longest}"
+        )
+    with transformers_reads(model):
+        own = AutoConfig.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+    used = kind if isinstance(kind, torch.dtype) else own.dtype or torch.float32
+    conditions = Conditions(
+        phase=phase,  # type: ignore[arg-type]
+        batch=batch,
+        context=context,
+        dtype=str(used).removeprefix("torch."),
+        warmup=warmup,
+        repeats=repeats,
+    )
+    clock = CudaClock() if where.type == "cuda" else CpuClock()
+    timer = UnitTimer(own, layout, conditions, device=where, dtype=used, clock=clock)
+    table = measure_table(layout, ladders, conditions, machine_of(where), timer, progress=progress)
+    table.save(out)
+    if progress:
+        print_table(table, Console())
+        print(f"wrote {out}")
+    return table
+
+
+def read_ladders(layout: Layout, words: Sequence[str]) -> dict[str, list[int]]:
+    """Read ``AXIS=N,N,...`` words into widths by axis, ascending, the parent's own among them.
+
+    Raises:
+        RequestError, UnknownNameError, WidthError: a word that cannot be read, an unknown axis, an illegal width.
+    """
+    ladders: dict[str, list[int]] = {}
+    for word in words:
+        name, equals, numbers = word.partition("=")
+        parts = [part.strip() for part in numbers.split(",")]
+        if not equals or not all(part.isascii() and part.isdecimal() and len(part) < 12 for part in parts):
+            raise RequestError(f"cannot read --width {word!r}: want AXIS=N,N,... such as hidden=1920,2016")
+        if name not in layout.width_axes:
+            raise UnknownNameError(f"this model has no axis {name!r}: {nearest(name, layout.width_axes)}")
+        if name in ladders:
+            raise RequestError(f"--width names {name} twice: put all its widths into one")
+        axis = layout.axes[name]
+        for part in parts:
+            axis.check(int(part))
+        ladders[name] = sorted({axis.size, *map(int, parts)})
+    if not fits_everywhere(layout, ladders):
+        rule = "; ".join(sorted({coupling.why for coupling in layout.couplings}))
+        raise WidthError(
+            f"not every combination of these widths can be built ({rule}): measure fewer of these axes at once"
+        )
+    return ladders
+
+
+def default_ladders(layout: Layout) -> dict[str, list[int]]:
+    """Every axis at its largest legal widths at or under 1, 0.75 and 0.5 of the parent's, as far as all combinations fit."""
+    ladders: dict[str, list[int]] = {}
+    for name, axis in layout.width_axes.items():
+        wider = {**ladders, name: sorted({axis.at_most(axis.size * fraction) for fraction in FRACTIONS})}
+        if fits_everywhere(layout, wider):
+            ladders = wider
+    return ladders
+
+
+def fits_everywhere(layout: Layout, ladders: Ladders) -> bool:
+    """Whether every combination of widths is a model that exists."""
+    return all(layout.fits(widths) for widths in combinations(ladders))
+
+
+def combinations(ladders: Ladders) -> Iterator[dict[str, int]]:
+    """Every combination of the ladders' widths, the last axis varying fastest."""
+    for widths in itertools.product(*ladders.values()):
+        yield dict(zip(ladders, widths, strict=True))
+
+
+def measure_table(
+    layout: Layout,
+    ladders: Ladders,
+    conditions: Conditions,
+    machine: Machine,
+    measure: Measure,
+    *,
+    progress: bool = False,
+) -> LatencyTable:
+    """Measure every shape of unit at every combination of the widths that its shape depends on.
+
+    Args:
+        layout: the parent's table.
+        ladders: widths by axis, ascending, each ending with the parent's own; axes left out stay at the parent's.
+        conditions: what ``measure`` measures; recorded.
+        machine: where; recorded.
+        measure: times a unit at given widths.
+        progress: show a bar.
+    """
+    groups = units_by_shape(layout)
+    grids = [unit_ladders(layout, group[0], ladders) for group in groups]
+    measured: list[UnitLatency] = []
+    outside: list[float] = []
+    with progress_bar(
+        "profiling", sum(sum(1 for _ in combinations(grid)) for grid in grids), "points", shown=progress
+    ) as done:
+        for group, grid in zip(groups, grids, strict=True):
+            points = []
+            for widths in combinations(grid):
+                timing = measure(group[0], widths)
+                points.append(Point(widths=widths, seconds=statistics.median(timing.unit), spread=spread(timing.unit)))
+                outside += timing.outside
+                done(1)
+            paths = tuple(unit.module for unit in group)
+            ladder = {name: tuple(widths) for name, widths in grid.items()}
+            measured.append(UnitLatency(kind=group[0].kind, units=paths, ladder=ladder, points=tuple(points)))
+    return LatencyTable(
+        tool=f"star-elastic {VERSION}",
+        machine=machine,
+        conditions=conditions,
+        model=Model(family=layout.family, fingerprint=layout.fingerprint),
+        overhead=statistics.median(outside),
+        units=tuple(measured),
+    )
+
+
+def units_by_shape(layout: Layout) -> list[list[Unit]]:
+    """Units that are built alike, together, in the order of the first of each."""
+    groups: dict[Any, list[Unit]] = {}
+    for unit in layout.units:
+        shape = tuple((row.name, row.dims, row.fp32) for row in unit.rows)
+        groups.setdefault((unit.kind, shape, unit.states), []).append(unit)
+    return list(groups.values())
+
+
+def unit_ladders(layout: Layout, unit: Unit, ladders: Ladders) -> dict[str, Sequence[int]]:
+    """The ladder of every axis that this unit has; one width, the parent's, where none was asked for."""
+    axes = frozenset[str]().union(*(row.axes for row in unit.rows))
+    return {name: ladders.get(name, [axis.size]) for name, axis in layout.width_axes.items() if name in axes}
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """Interquartile range; 0 for a single number."""
+    if len(seconds) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return high - low
+
+
+class UnitTimer:
+    """Times units of a model that is never built as a whole. It is a ``Measure``.
+
+    Args:
+        config: the parent's transformers config.
+        layout: its table.
+        conditions: what to time.
+        device: where.
+        dtype: of the weights, except those that are always fp32.
+        clock: how.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layout: Layout,
+        conditions: Conditions,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        clock: Clock,
+    ) -> None:
+        config.dtype = dtype
+        with torch.device("meta"), no_init_weights():
+            self._parent: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        compare_shapes(self._parent, layout, Submodel())
+        self._layout, self._conditions, self._device, self._dtype, self._clock = (
+            layout,
+            conditions,
+            device,
+            dtype,
+            clock,
+        )
+
+    def __call__(self, unit: Unit, widths: Mapping[str, int]) -> Timing:
+        """Seconds of each repeat of ``unit`` at ``widths``, inside the smallest model that holds it."""
+        model, paths = self.build(Submodel(widths=dict(widths), layers=needed_layers(self._layout, unit)))
+        intervals = Intervals(model, [path for _, path in paths], self._clock)
+        path = next(path for one, path in paths if one.module == unit.module)
+        timing = Timing([], [])
+        with torch.inference_mode():
+            for number, call in enumerate(self._calls(model)):
+                whole, parts = intervals.of(call)
+                if number >= self._conditions.warmup:
+                    timing.unit.append(parts[path])
+                    timing.outside.append(max(0.0, whole - sum(parts.values())))
+        return timing
+
+    def _calls(self, model: Any) -> Iterator[Callable[[], Any]]:
+        """The calls to time, warm-up first; decoding reads its context once, untimed."""
+        conditions = self._conditions
+        vocabulary = self._layout.units[0].rows[0].shape[0]
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocabulary, (conditions.batch, conditions.context), generator=generator).to(self._device)
+        times = conditions.warmup + conditions.repeats
+        if conditions.phase == "prefill":
+            for _ in range(times):
+                yield lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1)
+            return
+        cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).cache
+        for _ in range(times):
+            yield lambda: model(input_ids=ids[:, :1], cache=cache, use_cache=True)
+
+    def build(self, submodel: Submodel) -> tuple[Any, list[tuple[Unit, str]]]:
+        """The nested model with random weights, and its units (of the parent) with their paths in it."""
+        with torch.device("meta"), no_init_weights():
+            model = model_class(self._parent)(child_config(self._parent, self._layout, submodel)).eval()
+        compare_shapes(model, self._layout, submodel)
+        paths = list(numbered_units(self._layout, submodel))
+        generator = torch.Generator(self._device).manual_seed(0)
+        for unit, path in paths:
+            module = model.get_submodule(path)
+            for row in unit.rows:
+                slot = Slot.of(module, row.name)
+                dtype = torch.float32 if row.fp32 else self._dtype
+                tensor = torch.empty(slot.get().shape, dtype=dtype, device=self._device)
+                if slot.buffer:
+                    slot.set(tensor.zero_())
+                    continue
+                # Vectors are norm weights, biases and the logarithms of decay rates: ones keep all of them in range.
+                filled = tensor.normal_(0, SCALE, generator=generator) if len(row.dims) > 1 else tensor.fill_(1)
+                slot.set(nn.Parameter(filled, requires_grad=False))
+        model.tie_weights()
+        compute_buffers(model, self._device)
+        return model, paths
+
+
+def needed_layers(layout: Layout, unit: Unit) -> tuple[int, ...]:
+    """The fewest decoder layers with which a model that holds ``unit`` runs."""
+    kept = set() if unit.layer is None else {unit.layer}
+    kinds = {one.kind for one in layout.units if one.layer in kept}
+    for kind in layout.required_kinds - kinds:
+        kept.add(next(one.layer for one in layout.units if one.kind == kind and one.layer is not None))
+    return tuple(sorted(kept)) or (0,)
+
+
+class Intervals:
+    """Measures calls of a model and of some of its modules, by hooks.
+
+    Args:
+        model: any module.
+        paths: modules inside it, each called once per call of the model.
+        clock: what marks time.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str], clock: Clock) -> None:
+        self._clock, self._starts, self._ends = clock, dict[str, Any](), dict[str, Any]()
+        for path in paths:
+            module = model.get_submodule(path)
+            module.register_forward_pre_hook(self._marking(self._starts, path))
+            module.register_forward_hook(self._marking(self._ends, path))
+
+    def _marking(self, marks: dict[str, Any], path: str) -> Callable[..., None]:
+        def mark(*_: Any) -> None:
+            marks[path] = self._clock.mark()
+
+        return mark
+
+    def of(self, call: Callable[[], Any]) -> tuple[float, dict[str, float]]:
+        """Seconds of a whole call, and of each module in it."""
+        start = self._clock.mark()
+        call()
+        whole = self._clock.between(start, self._clock.mark())
+        return whole, {path: self._clock.between(self._starts[path], self._ends[path]) for path in self._starts}
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The class of machine that numbers are valid for."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return Machine(device=device.type, name=name, threads=torch.get_num_threads(), torch=torch.__version__)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def print_table(table: LatencyTable, console: Console) -> None:
+    """Show, for each shape of unit, the time at the parent's widths and at the smallest measured ones."""
+    conditions, machine = table.conditions, table.machine
+    what = f"{conditions.phase}, batch {conditions.batch}, context {conditions.context}, {conditions.dtype}"
+    where = f"{machine.name}, {machine.threads} threads" if machine.device == "cpu" else machine.name
+    shown = Table(title=f"{what} on {where}", title_justify="left")
+    for heading in ("units", "kind", "ms each", "spread", "ms cut", "cut"):
+        shown.add_column(heading, justify="left" if heading in ("kind", "cut") else "right")
+    for group in table.units:
+        full, least = group.points[-1], group.points[0]
+        cut = ", ".join(
+            f"{axis} {full.widths[axis]} -> {width}"
+            for axis, width in least.widths.items()
+            if width != full.widths[axis]
+        )
+        numbers = [f"{1000 * value:.3f}" for value in (full.seconds, full.spread, least.seconds)]
+        shown.add_row(str(len(group.units)), group.kind, *numbers, cut or "-")
+    console.print(shown)
+    total = table.overhead + sum(len(group.units) * group.points[-1].seconds for group in table.units)
+    outside = f"of which {1000 * table.overhead:.3f} ms outside the units"
+    console.print(f"the whole model: {1000 * total:.3f} ms a call, {outside}", highlight=False)
