@@ -26,8 +26,11 @@ from typing import Any
 from star_elastic.axes import Axis, Coupling, check_widths
 from star_elastic.errors import WidthError
 
-Widths = Mapping[str, Any]
+AxisWidths = Mapping[str, Any]
 """Axis name -> width: an int, or any number that multiplies and adds, such as a tensor that carries a gradient."""
+
+Widths = AxisWidths | Mapping[str | tuple[str, int], Any]
+"""Widths of a whole model: by axis, or by ``(axis, layer)`` where layers differ, as masks are keyed."""
 
 Members = Mapping[str, Sequence[int]]
 """Axis name -> positions to take, in the order to take them: a prefix to slice, a permutation to sort."""
@@ -53,7 +56,7 @@ class Segment:
         """Number of positions in the parent."""
         return math.prod(factor.size for factor in self.factors)
 
-    def width(self, widths: Widths) -> Any:
+    def width(self, widths: AxisWidths) -> Any:
         """Number of positions at ``widths``."""
         return math.prod(widths.get(f.axis, f.size) if f.axis else f.size for f in self.factors)
 
@@ -87,7 +90,7 @@ class Dim:
         """Names of the axes whose mask multiplies along this dimension."""
         return frozenset(f.axis for segment in self.segments for f in segment.factors if f.axis and f.masked)
 
-    def width(self, widths: Widths) -> Any:
+    def width(self, widths: AxisWidths) -> Any:
         """Number of positions at ``widths``; differentiable where the widths are."""
         return sum(segment.width(widths) for segment in self.segments)
 
@@ -219,11 +222,11 @@ class Row:
         segments: Sequence[int | None] = range(len(self.disk_names)) if len(self.disk_names) > 1 else (None,)
         return [(member, segment) for member in members for segment in segments]
 
-    def cut_shape(self, widths: Widths) -> tuple[Any, ...]:
+    def cut_shape(self, widths: AxisWidths) -> tuple[Any, ...]:
         """Shape at ``widths``."""
         return tuple(dim.width(widths) for dim in self.dims)
 
-    def numel(self, widths: Widths) -> Any:
+    def numel(self, widths: AxisWidths) -> Any:
         """Number of elements at ``widths``; differentiable where the widths are."""
         return math.prod(self.cut_shape(widths))
 
@@ -396,6 +399,18 @@ class Layout:
             *(f"{unit.name(row)} {row.shape}{f' = {row.alias}' if row.alias else ''}" for unit, row in self.tensors()),
         ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def widths_of(widths: Widths, layer: int | None) -> AxisWidths:
+    """The widths by axis that hold in one layer (None: outside the stack): the layer's own before the shared ones.
+
+    Example:
+        >>> widths_of({"hidden": 48, "ffn": 32, ("ffn", 3): 16}, 3)
+        {'hidden': 48, 'ffn': 16}
+    """
+    shared = {key: width for key, width in widths.items() if isinstance(key, str)}
+    own = {key[0]: width for key, width in widths.items() if isinstance(key, tuple) and key[1] == layer}
+    return shared | own
 
 
 def runs(index: Sequence[int]) -> list[tuple[int, int]]:
