@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from star_elastic.axes import DEPTH
+from star_elastic.axes import DEPTH, widths_of
 from star_elastic.budget import Budget
 from star_elastic.errors import UnknownNameError, WidthError, nearest
 from star_elastic.layout import Layout
@@ -99,13 +99,12 @@ class Combinations:
         """Whether the widths of each combination fit together, in every layer, [N]."""
         chosen, _ = self.widths(picks)
         sizes: dict[str, Any] = {name: axis.size for name, axis in self.layout.axes.items()}
-        shared = sizes | {key: width for key, width in chosen.items() if isinstance(key, str)}
         held = np.ones(len(picks), dtype=bool)
         own_layers: Sequence[int | None] = sorted({key[1] for key in chosen if isinstance(key, tuple)})
         for layer in own_layers or [None]:
-            own = {key[0]: width for key, width in chosen.items() if isinstance(key, tuple) and key[1] == layer}
+            own = {**sizes, **widths_of(chosen, layer)}
             for coupling in self.layout.couplings:
-                held &= coupling.holds(shared | own)
+                held &= coupling.holds(own)
         return held
 
     def nearest_even(self, budget: Budget) -> np.ndarray:
@@ -169,7 +168,7 @@ class Combinations:
         """The nested model of one combination."""
         widths, depth = self._plain(pick)
         layers = None if depth in (None, self.layout.num_layers) else self.layers(int(depth or 0))
-        return Submodel.model_validate({"widths": widths, "layers": layers})
+        return Submodel.of(widths, layers)
 
     def text(self, pick: Sequence[int] | np.ndarray) -> str:
         """One combination, for people; layers that chose for themselves in order."""

@@ -8,10 +8,12 @@ sequence of kept layers, or a mapping from layer to a weight (a depth gate in [0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from star_elastic.layout import AxisWidths, Layout, Row, Unit, Widths, widths_of
+from star_elastic.axes import AxisWidths, Widths, widths_of
+from star_elastic.layout import Layout, Row, Unit
 
 Layers = Sequence[int] | Mapping[int, Any] | None
 
@@ -37,8 +39,8 @@ def active_params(layout: Layout, widths: Widths, layers: Layers = None, *, embe
     for unit, row, own, weight in _parameters(layout, widths, layers):
         if unit.kind == "embedding" and not embedding:
             continue
-        used = {**own, **dict.fromkeys(row.dims[0].axes, layout.top_k)} if row.routed else own
-        total = total + weight * row.numel(used)
+        used = layout.top_k * math.prod(row.cut_shape(own)[1:]) if row.routed else row.numel(own)
+        total = total + weight * used
     return total
 
 
