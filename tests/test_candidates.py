@@ -105,7 +105,7 @@ def test_range_and_prices_equal_single_counts(layout, kind):
 
 
 def test_combinations_that_do_not_fit_together_are_left_out():
-    """Granite's Mamba width, 8 heads x 16 = 128, must be a multiple of hidden: 48 fits 6 heads of 16 or of 8, 64 fits neither 6."""
+    """Granite's Mamba width, 8 heads x 16 channels in the parent, must be a multiple of hidden."""
     layout = layout_of(tiny_granitemoehybrid().config.to_dict())
     spec = candidates(layout, {"hidden": (48, 32), "mamba_heads": (6, 4), "mamba_head_dim": (8,)})
     space = Combinations(layout, spec)

@@ -6,6 +6,7 @@ the candidate taken. Costs are polynomials of the widths, so many combinations a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -57,7 +58,7 @@ class Combinations:
         self.candidates = {name: tuple(widths) for name, widths in candidates.items()}
         self.keys: list[Key] = []
         for name in candidates:
-            self.keys += [(name, layer) for layer in layers_with(layout, name)] if name in per_layer else [name]
+            self.keys += [(name, layer) for layer in layout.layers_with(name)] if name in per_layer else [name]
         self.options = [np.array(self.candidates[axis_of(key)], dtype=np.int64) for key in self.keys]
         self._order = tuple(depth_order or ())
 
@@ -100,10 +101,12 @@ class Combinations:
         chosen, _ = self.widths(picks)
         sizes: dict[str, Any] = {name: axis.size for name, axis in self.layout.axes.items()}
         held = np.ones(len(picks), dtype=bool)
-        own_layers: Sequence[int | None] = sorted({key[1] for key in chosen if isinstance(key, tuple)})
-        for layer in own_layers or [None]:
-            own = {**sizes, **widths_of(chosen, layer)}
-            for coupling in self.layout.couplings:
+        layers = sorted({key[1] for key in chosen if isinstance(key, tuple)})
+        places = [{**sizes, **widths_of(chosen, layer)} for layer in layers] or [{**sizes, **widths_of(chosen, None)}]
+        # One config says the widest widths of all layers, so these must fit too.
+        widest = {name: functools.reduce(np.maximum, [own[name] for own in places]) for name in sizes}
+        for coupling in self.layout.couplings:
+            for own in [*places, widest]:
                 held &= coupling.holds(own)
         return held
 
@@ -184,13 +187,6 @@ class Combinations:
 def axis_of(key: Key) -> str:
     """The axis of a key."""
     return key if isinstance(key, str) else key[0]
-
-
-def layers_with(layout: Layout, axis: str) -> list[int]:
-    """Numbers of the decoder layers that have parameters along an axis."""
-    return [
-        unit.layer for unit in layout.units if unit.layer is not None and any(axis in row.axes for row in unit.rows)
-    ]
 
 
 def check_per_layer(layout: Layout, candidates: Collection[str], per_layer: Collection[str]) -> None:
