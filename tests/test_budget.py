@@ -96,7 +96,9 @@ class Clock:
     """A latency table of 2 ms a layer and 1 us a hidden channel."""
 
     def cost(self, layout, widths, layers=None):
-        kept = layout.num_layers if layers is None else sum(layers.values()) if isinstance(layers, dict) else len(layers)
+        kept = (
+            layout.num_layers if layers is None else sum(layers.values()) if isinstance(layers, dict) else len(layers)
+        )
         return 2e-3 * kept + 1e-6 * widths.get("hidden", 64)
 
 
@@ -125,7 +127,7 @@ def test_cost_is_the_number_of_parameters_of_the_cut_model(cut):
     numel = sum(parameter.numel() for parameter in child.parameters())
     assert budget.cost(layout, widths, layers) == numel
     assert budget.error(layout, widths, layers) == pytest.approx(numel / budget.target - 1)
-    gates = {layer: torch.tensor(1.0) for layer in (layers or range(5))}  # fault 6: depth enters the cost through its gates
+    gates = {layer: torch.tensor(1.0) for layer in (layers or range(5))}  # fault 6: depth enters the cost
     assert float(budget.cost(layout, widths, gates)) == numel
 
 

@@ -29,7 +29,11 @@ def budget(layout, value, kind="params", **more):
 
 def test_fractions_snap_whole_numbers_stay_and_repeats_merge(layout):
     spec = {"hidden": (0.76, 1, 32, 0.5), "mamba_heads": (0.7,), "depth": (0.6, 4)}
-    assert candidates(layout, spec, depth_order=ORDER) == {"hidden": (64, 48, 32), "mamba_heads": (8, 6), "depth": (5, 4, 3)}
+    assert candidates(layout, spec, depth_order=ORDER) == {
+        "hidden": (64, 48, 32),
+        "mamba_heads": (8, 6),
+        "depth": (5, 4, 3),
+    }
     told = snapped(layout, spec, depth_order=ORDER)
     assert told == [
         "hidden: nearest legal widths: 0.76 (48.64) -> 48",
@@ -92,7 +96,9 @@ def by_hand(layout, spec, wanted):
 
 @pytest.mark.parametrize("kind", ["params", "active_params", "memory"])
 def test_range_and_prices_equal_single_counts(layout, kind):
-    spec = candidates(layout, {"hidden": (0.75, 0.5), "experts": (4,), "mamba_heads": (4,), "depth": (3, 4)}, depth_order=ORDER)
+    spec = candidates(
+        layout, {"hidden": (0.75, 0.5), "experts": (4,), "mamba_heads": (4,), "depth": (3, 4)}, depth_order=ORDER
+    )
     wanted = budget(layout, 0.5, kind)
     costs = by_hand(layout, spec, wanted)
     assert reachable(layout, spec, wanted, depth_order=ORDER) == (min(costs.values()), max(costs.values()))
