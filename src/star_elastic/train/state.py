@@ -16,7 +16,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,9 @@ class RunFolder:
         try:
             tensors = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
         except Exception as error:  # safetensors raises its own kind for damage, OSError for the rest
-            raise CheckpointError(f"{folder} cannot be read ({error}); remove it to resume from the one before") from None
+            raise CheckpointError(
+                f"{folder} cannot be read ({error}); remove it to resume from the one before"
+            ) from None
         return tensors, read_json(folder / "state.json")
 
     def log(self, line: dict[str, Any]) -> None:
@@ -165,10 +167,14 @@ class RunFolder:
     def _check_same_recipe(self) -> None:
         before = read_json(self._recipe_file)
         now = json.loads(self.recipe.model_dump_json())
+        for recipe in (before, now):  # a search that missed its budgets may go on longer
+            recipe.get("router", {}).pop("max_extension", None)
         for key in sorted({*before, *now} - FREE_KEYS):
             if before.get(key) != now.get(key):
                 where, old, new = _difference(key, before.get(key), now.get(key))
-                raise RecipeError(f"the recipe changed since {self.path} began: {where} was {old!r}, now {new!r}; put it back")
+                raise RecipeError(
+                    f"the recipe changed since {self.path} began: {where} was {old!r}, now {new!r}; put it back"
+                )
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -176,6 +182,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     saved = model.state_dict().keys()
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return parameters | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under ``prefix.name``."""
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def unprefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the tensors that ``prefixed`` named."""
+    return {
+        name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}.")
+    }
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -191,7 +209,9 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copy saved tensors into the model."""
     places = model_tensors(model)
     if places.keys() != tensors.keys():
-        raise CheckpointError(f"checkpoint and model differ in tensors, among them {sorted(places.keys() ^ tensors.keys())[0]}")
+        raise CheckpointError(
+            f"checkpoint and model differ in tensors, among them {sorted(places.keys() ^ tensors.keys())[0]}"
+        )
     for name, place in places.items():
         place.copy_(tensors[name])
 
@@ -199,7 +219,9 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Put saved moments back; a parameter that had no step yet has none."""
     for name, parameter in model.named_parameters():
-        entry = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors}
+        entry = {
+            key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors
+        }
         if entry:
             # AdamW counts steps on the CPU and keeps moments beside the parameter.
             optimizer.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in entry.items()}
