@@ -21,15 +21,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
+from star_elastic.axes import Widths, widths_of
+from star_elastic.cost import Layers
 from star_elastic.errors import CheckpointError, TargetError, WidthError
-from star_elastic.layout import Layout, Unit
+from star_elastic.layout import Layout
 from star_elastic.submodel import read_json
 
 FORMAT_VERSION = 1
 ROUNDING = 1e-6  # expected widths, which are sums of probabilities, may leave the measured range by this share of it
-
-LayeredWidths = Mapping[Any, Any]
-"""Axis, or (axis, layer), -> width, a number or a tensor; a layer's own width goes before the shared one."""
 
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]
@@ -194,9 +193,7 @@ class LatencyTable(_Part):
                 f"{self.model.fingerprint[:12]}; this one is {layout.family}, {layout.fingerprint[:12]}): profile this one"
             )
 
-    def cost(
-        self, layout: Layout, widths: LayeredWidths, layers: Sequence[int] | Mapping[int, Any] | None = None
-    ) -> Any:
+    def cost(self, layout: Layout, widths: Widths, layers: Layers = None) -> Any:
         """Seconds of one call of a nested model under the table's conditions.
 
         Args:
@@ -210,6 +207,7 @@ class LatencyTable(_Part):
             WidthError: a width outside the measured range.
         """
         self.check(layout)
+        full = layout.complete({})
         weights = layers if isinstance(layers, Mapping) or layers is None else dict.fromkeys(layers, 1)
         own_layers = {key[1] for key in widths if isinstance(key, tuple)}
         known: dict[tuple[int, int | None], Any] = {}  # units of one shape and equal widths are interpolated once
@@ -221,20 +219,13 @@ class LatencyTable(_Part):
             number = self._group[unit.module]
             key = (number, unit.layer if unit.layer in own_layers else None)
             if key not in known:
-                known[key] = self.units[number].seconds(unit_widths(layout, unit, widths))
+                known[key] = self.units[number].seconds({**full, **widths_of(widths, unit.layer)})
             total = total + weight * known[key]
         return total
 
     @cached_property
     def _group(self) -> dict[str, int]:
         return {path: number for number, group in enumerate(self.units) for path in group.units}
-
-
-def unit_widths(layout: Layout, unit: Unit, widths: LayeredWidths) -> dict[str, Any]:
-    """The width of every axis as it holds in one unit: its layer's own, else the shared one, else the parent's."""
-    return {
-        name: widths.get((name, unit.layer), widths.get(name, axis.size)) for name, axis in layout.width_axes.items()
-    }
 
 
 def bracket(axis: str, ladder: Sequence[int], width: Any) -> list[tuple[int, Any]]:
