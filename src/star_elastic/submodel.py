@@ -75,10 +75,10 @@ class Submodel(BaseModel):
     @property
     def keyed_widths(self) -> dict[str | tuple[str, int], int]:
         """All widths, keyed by axis or (axis, layer), as ``cost`` takes them."""
-        own = {
-            (axis, layer): width for axis, by_layer in self.layer_widths.items() for layer, width in by_layer.items()
-        }
-        return {**self.widths, **own}
+        keyed: dict[str | tuple[str, int], int] = dict(self.widths.items())
+        for axis, own in self.layer_widths.items():
+            keyed |= {(axis, layer): width for layer, width in own.items()}
+        return keyed
 
     def check(self, layout: Layout) -> None:
         """Raise WidthError or UnknownNameError if a model of this layout cannot be cut so."""
@@ -104,6 +104,11 @@ class Submodel(BaseModel):
     def is_full(self, layout: Layout) -> bool:
         """Whether this is the parent itself."""
         return self.completed(layout) == Submodel().completed(layout)
+
+    def new_numbers(self, layout: Layout) -> dict[int, int]:
+        """Kept layer of the parent -> its number in the nested model."""
+        layers = range(layout.num_layers) if self.layers is None else self.layers
+        return {kept: number for number, kept in enumerate(layers)}
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -205,6 +210,21 @@ class ElasticConfig(BaseModel):
             raise CheckpointError(f"{path}: {_first_mistake(error)}") from None
 
     @classmethod
+    def of_slice(cls, layout: Layout, submodel: Submodel, provenance: Mapping[str, Any]) -> ElasticConfig | None:
+        """What lies beside the config of a slice whose layers differ in width, and says how; None where they agree.
+
+        Args:
+            layout: the parent's table.
+            submodel: the slice, in its full spelling.
+            provenance: where it comes from.
+        """
+        if not submodel.layer_widths:
+            return None
+        number = submodel.new_numbers(layout)
+        own = {axis: {number[n]: width for n, width in by.items()} for axis, by in submodel.layer_widths.items()}
+        return cls(family=layout.family, own_widths=own, provenance=dict(provenance))
+
+    @classmethod
     def of_preset(cls, preset: Preset) -> ElasticConfig:
         """The nested sizes of a published model."""
         sizes = {name: Submodel(widths=preset.layout.complete(widths)) for name, widths in preset.sizes.items()}
@@ -287,6 +307,15 @@ def own_widths_in(folder: Path | str) -> LayerWidths:
     return ElasticConfig.load(folder).own_widths if (Path(folder) / FILE_NAME).exists() else {}
 
 
+def refuse_per_layer(folder: Path | str, own_widths: LayerWidths) -> None:
+    """Raise CheckpointError where a folder's layers differ in width: nothing is made of such a folder."""
+    if own_widths:
+        raise CheckpointError(
+            f"{folder} is a slice whose layers differ in {', '.join(own_widths)}: it runs and can be inspected, but is not cut, "
+            "sorted, scored or trained; take the checkpoint that it was cut from"
+        )
+
+
 def checked_table(folder: Path | str, layout: Layout, own_widths: LayerWidths) -> Layout:
     """``own_table``, with its faults told as those of a folder.
 
@@ -325,11 +354,8 @@ def open_elastic(
     config = read_config(folder)
     layout = layout_of(config)
     own_widths = own_widths_in(folder)
-    if own_widths and not per_layer:
-        raise CheckpointError(
-            f"{folder} is a slice whose layers differ in {', '.join(own_widths)}: it can be run and inspected, not cut, sorted, "
-            "scored or trained; take the checkpoint that it was cut from"
-        )
+    if not per_layer:
+        refuse_per_layer(folder, own_widths)
     if own_widths:
         layout = checked_table(folder, layout, own_widths)
     if preset is not None:
