@@ -19,7 +19,7 @@ from star_elastic.router import Router
 from star_elastic.submodel import Submodel
 from star_elastic.train.anneal import Anneal
 
-ORDER = (2, 0, 1, 3, 4)
+ORDER = (2, 4, 0, 1, 3)
 SPEC = {"hidden": (0.75, 0.5), "mamba_heads": (4,), "experts": (4,), "expert_ffn": (0.75, 0.5), "depth": (3, 4)}
 PER_LAYER = ("experts", "expert_ffn")
 
@@ -162,7 +162,7 @@ def test_masks_of_even_odds_by_hand(layout):
     thirds = [1.0] * 32 + [2 / 3] * 16 + [1 / 3] * 16
     torch.testing.assert_close(masks["hidden"], torch.tensor(thirds))
     torch.testing.assert_close(masks["mamba_heads"], torch.tensor([1, 1, 0.5, 0.5] * 2))
-    torch.testing.assert_close(masks["depth"], torch.tensor([1, 1, 1, 2 / 3, 1 / 3]))  # 2, 0, 1 always, then 3, then 4
+    torch.testing.assert_close(masks["depth"], torch.tensor([1, 2 / 3, 1, 1 / 3, 1]))  # 2, 4, 0 always, then 1, then 3
     widths, gates = router.expected(even)
     assert {key: round(width.item(), 4) for key, width in widths.items()} == {
         "hidden": 48.0,
@@ -268,7 +268,7 @@ def test_gradient_of_the_budget_loss_equals_finite_differences(layout, kind, nam
             values.append(loss().item())
     measured = (values[0] - values[1]) / 2e-5
     slope = sum((one * two).sum().item() for one, two in zip(slopes, directions, strict=True))
-    assert abs(measured) > 1e-3
+    assert abs(measured) > 1e-4
     assert slope == pytest.approx(measured, rel=1e-5)
 
 
