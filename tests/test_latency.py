@@ -103,8 +103,9 @@ def test_between_points_it_is_bilinear(varied: LatencyTable, layout: Layout) -> 
 
 
 def test_layers_have_widths_and_weights_of_their_own(varied: LatencyTable, layout: Layout) -> None:
-    assert varied.cost(layout, {("expert_ffn", 4): 8}) == REST + 420 + 200 + 7
-    assert varied.cost(layout, {"expert_ffn": 16, ("expert_ffn", 4): 8}) == REST + 300 + 200 + 7
+    own: dict[str | tuple[str, int], int] = {("expert_ffn", 4): 8}
+    assert varied.cost(layout, own) == REST + 420 + 200 + 7
+    assert varied.cost(layout, {"expert_ffn": 16, **own}) == REST + 300 + 200 + 7
     assert varied.cost(layout, {}, layers=(1, 2)) == OVERHEAD + 1 + 420 + 20 + 2 + 7
     assert varied.cost(layout, {}, layers={0: 0.5, 1: 0, 2: 1.0}) == OVERHEAD + 1 + 5 + 20 + 2 + 7
 
@@ -114,7 +115,12 @@ def test_gradients_are_those_of_finite_differences(varied: LatencyTable, layout:
 
     def cost(hidden: torch.Tensor, shared: torch.Tensor, own: torch.Tensor) -> Any:
         gates = dict.fromkeys(range(5), 1.0)
-        return varied.cost(layout, {"hidden": hidden, "expert_ffn": shared, ("expert_ffn", 4): own}, gates)
+        keyed: dict[str | tuple[str, int], torch.Tensor] = {
+            "hidden": hidden,
+            "expert_ffn": shared,
+            ("expert_ffn", 4): own,
+        }
+        return varied.cost(layout, keyed, gates)
 
     cost(*widths).backward()
     for number, width in enumerate(widths):
