@@ -23,7 +23,7 @@ from star_elastic.layout import Layout
 from star_elastic.loading import load_model
 from star_elastic.presets import get_preset
 from star_elastic.train.distill import chunked_kl
-from star_elastic.train.memory import Setting, StageMemory, rows_per_pass, stage_memory
+from star_elastic.train.memory import Setting, StageMemory, rows_per_pass, stage_memory, unit_activations
 from star_elastic.train.stages import Stage
 
 ROWS, LENGTH, CHUNK = 4, 128, 128
@@ -206,3 +206,21 @@ def test_the_optimizers_step_counts_only_where_it_is_the_peak() -> None:
     lean = replace(told, gathered=0, copies=0, activations=0, loss=1)
     assert lean.total == told.state + told.optimizer_step
     assert list(told.as_json())[-1] == "total" and all(isinstance(value, int) for value in told.as_json().values())
+
+
+def test_an_expert_layer_keeps_what_a_token_visits() -> None:
+    unit = next(unit for unit in NANO.units if unit.kind == "moe")
+    norm, router = 2 * 4 * 2688, 2 * (2688 + 128)
+    experts = 6 * 2 * 2 * (2688 + 1856)  # six of 128, up and down, input and output in bf16
+    shared = 2 * 2 * (2688 + 3712)
+    assert unit_activations(NANO, unit, Setting(fused=True)) == norm + router + experts + shared
+    assert unit_activations(NANO, unit, Setting(fused=False)) == norm + router + experts + shared  # no scan in it
+
+
+def test_one_device_holds_nothing_gathered_and_many_hold_two_units() -> None:
+    layer = 128 * 2 * 2688 * 1856 + 2 * 2688 * 3712 + 128 * 2688 + 2688  # the largest unit is an expert layer
+    assert nano(1, checkpointing=True).gathered == 0
+    assert nano(8, checkpointing=True).gathered == layer * (2 * 2 + 4)
+    # masked copies: in the dtype of the gathered weights, of one unit where it is computed again
+    search = stage_memory(NANO, stage(phase="search"), Setting(8, checkpointing=True))
+    assert search.copies == 2 * layer and nano(8, checkpointing=True).copies == 0
