@@ -38,6 +38,25 @@ def own_table(layout: Layout, own_widths: LayerWidths) -> Layout:
     return replace(layout, units=units, axes=axes, couplings=(), own_widths=own_widths)
 
 
+def by_width(own: Mapping[int, int]) -> str:
+    """The widths of layers along one axis, for people.
+
+    Example:
+        >>> by_width({1: 960, 4: 1280, 6: 960})
+        '960 in layers 1, 6; 1280 in layer 4'
+    """
+    told = []
+    for width in sorted(set(own.values())):
+        layers = [str(layer) for layer, other in own.items() if other == width]
+        told.append(f"{width} in layer{'s' if len(layers) > 1 else ''} {', '.join(layers)}")
+    return "; ".join(told)
+
+
+def span(own: Mapping[int, int]) -> str:
+    """Smallest and largest width of layers that differ, in a few characters: ``960..1280``."""
+    return f"{min(own.values())}..{max(own.values())}"
+
+
 def _own_unit(unit: Unit, widths: AxisWidths) -> Unit:
     rows = tuple(_own_row(row, widths) for row in unit.rows)
     states = tuple(_own_state(state, widths) for state in unit.states)
