@@ -436,7 +436,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_no_folder(recipe, t
 def test_a_folder_that_was_there_before_the_run_is_not_removed(recipe, tmp_path, monkeypatch):
     (tmp_path / "out.run").mkdir()
     (tmp_path / "out.run/mine").write_text("keep")
-    monkeypatch.setattr(teacher, "chunked_kl", lambda *args: torch.tensor(float("nan")))
+    monkeypatch.setattr(teacher, "chunked_kl", lambda *args: torch.tensor(float("nan"), requires_grad=True))
     with pytest.raises(TrainingStopped, match="no checkpoint yet"):
         train(recipe)
     assert (tmp_path / "out.run/mine").read_text() == "keep"

@@ -324,11 +324,12 @@ class Trainer:
         if self.stage.phase == "search" and (at + 1 == len(stages) or stages[at + 1].phase == "settle"):
             assert self.search is not None
             try:
-                self._freeze(self.search.freeze(self.search_step - 1))
+                self._freeze(self.search.freeze())
             except BudgetMissed as missed:
                 if self.position.step < self.stage.steps + self.search.most_extra:
                     return
-                self.save()
+                if not self.run.has(self.step):  # a resumed run may fail where it did before
+                    self.save()
                 raise TrainingStopped(
                     f"the search ended off its budgets after step {self.step}: {missed}; saved in {self.run.path}: search on "
                     "with --resume and a larger router.max_extension, or begin anew with more search steps or router.weight"

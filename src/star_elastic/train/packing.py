@@ -148,6 +148,7 @@ class RowStream:
                 "put the old data back, or begin a new run"
             )
         self._cursor = Cursor(self._documents, self._seed, Position(**state["begin"]))
+        self._begin, self._rows = self._cursor.position, []
         if state["emitted"]:
             self._read_block(self._cursor.position)
         self._emitted = state["emitted"]

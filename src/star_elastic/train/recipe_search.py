@@ -130,7 +130,7 @@ class RouterRecipe(Section):
     @classmethod
     def _cools(cls, tau: tuple[float, float]) -> tuple[float, float]:
         if tau[1] > tau[0]:
-            raise ValueError("should not rise: the second is the temperature at the end")
+            raise ValueError("router.tau should not rise: its second number is the temperature at the end")
         return tau
 
     @model_validator(mode="after")

@@ -142,22 +142,23 @@ class Search:
         widths, layers = self.router.expected(self.probabilities(name, step))
         return float(self.budgets[name].cost(self.layout, widths, layers)) / self.budgets[name].target - 1
 
-    def freeze(self, step: int) -> dict[str, Frozen]:
-        """The widths chosen for each budget.
+    @torch.no_grad()
+    def freeze(self) -> dict[str, Frozen]:
+        """The widths chosen for each budget, as a router at its last temperature and scale chooses.
 
-        A choice counts where it is the most probable one, or nearly: others would be picked by chance among those that the router
-        does not want.
+        A choice counts where it is the most probable one, or nearly: others would be picked by chance among those that the
+        router does not want.
 
         Raises:
             BudgetMissed: by how much each budget that is not met is missed.
         """
-        tau, scale = self.sharpness(step)
+        tau, scale = self.options.tau[1], self.options.scale[1]
         frozen, missed = {}, []
         for name, budget in self.budgets.items():
             frozen[name] = self.router.freeze(budget, self.options.tolerance, tau=tau, scale=scale)
             if budget.is_full or frozen[name].is_argmax:
                 continue
-            rows = self.probabilities(name, step).values()
+            rows = self.router.probabilities(name, tau=tau, scale=scale).values()
             if frozen[name].probability < NEARLY * math.prod(float(row.max()) for row in rows):
                 missed.append(self._missed(budget, [int(row.argmax()) for row in rows]))
         if missed:

@@ -110,6 +110,13 @@ class RunFolder:
         """The newest whole checkpoint."""
         return max(self.checkpoints.glob("step-*"), default=None)
 
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint after ``step`` steps."""
+        return self._of(step).exists()
+
+    def _of(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
     def save(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         """Write a checkpoint and drop the oldest beyond ``keep_checkpoints``.
 
@@ -122,7 +129,7 @@ class RunFolder:
             CheckpointError: the disk is full; earlier checkpoints stay.
         """
         size = sum(tensor.nbytes for file in tensors.values() for tensor in file.values())
-        with target_folder(self.checkpoints / f"step-{step:08d}", size=size) as folder:
+        with target_folder(self._of(step), size=size) as folder:
             for name, content in tensors.items():
                 save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / f"{name}.safetensors")
             (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
