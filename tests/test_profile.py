@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from test_cli import refused
 from tiny import FAMILIES, tiny_config
 from torch import nn
@@ -27,6 +28,7 @@ from star_elastic.profile import (
     default_ladders,
     measure_table,
     needed_layers,
+    print_table,
     profile_model,
     read_ladders,
     spread,
@@ -257,6 +259,14 @@ def test_an_interrupt_leaves_no_file(folder: Path, tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         profile_model(folder, tmp_path / "t.json", context=8, progress=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_noisy_points_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = layout_of(tiny_config().to_dict())
+    for steady, said in (([1.0, 1.01, 1.02], False), ([1.0, 1.5, 9.0], True)):
+        table = measure_table(layout, {}, conditions(), HERE, lambda unit, widths, s=steady: Timing(s, [0.0]))  # type: ignore[misc]
+        print_table(table, Console(width=150))
+        assert ("note: at 6 of 6 points the repeats differ by more than 25%" in capsys.readouterr().out) == said
 
 
 def test_medians_are_of_the_repeats_without_warm_up() -> None:

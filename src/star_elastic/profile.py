@@ -38,6 +38,7 @@ from star_elastic.swap import Slot
 from star_elastic.version import VERSION
 
 FRACTIONS = (1.0, 0.75, 0.5)  # of the parent's width, where no ladder is given
+NOISE = 0.25  # spread over median above which a measurement is called noisy
 SCALE = 0.02  # standard deviation of the random weights: activations stay finite
 
 Ladders = Mapping[str, Sequence[int]]
@@ -439,4 +440,9 @@ def print_table(table: LatencyTable, console: Console) -> None:
     console.print(shown)
     total = table.overhead + sum(len(group.units) * group.points[-1].seconds for group in table.units)
     outside = f"of which {1000 * table.overhead:.3f} ms outside the units"
-    console.print(f"the whole model: {1000 * total:.3f} ms a call, {outside}", highlight=False)
+    console.print(f"the whole model: {1000 * total:.3f} ms a call, {outside}", highlight=False, soft_wrap=True)
+    noisy = [point for group in table.units for point in group.points if point.spread > NOISE * point.seconds]
+    if noisy:
+        points = sum(len(group.points) for group in table.units)
+        note = f"note: at {len(noisy)} of {points} points the repeats differ by more than {NOISE:.0%}: is this machine busy?"
+        console.print(f"{note} More --repeats help.", highlight=False, soft_wrap=True)
