@@ -21,21 +21,11 @@ from star_elastic.errors import UnknownNameError, WidthError
 from star_elastic.families import layout_of
 from star_elastic.latency import Conditions, LatencyTable, Machine
 from star_elastic.layout import Layout, Unit
-from star_elastic.profile import (
-    Intervals,
-    Timing,
-    UnitTimer,
-    default_ladders,
-    measure_table,
-    needed_layers,
-    print_table,
-    profile_model,
-    read_ladders,
-    spread,
-)
+from star_elastic.profile import default_ladders, measure_table, print_table, profile_model, read_ladders, spread
 from star_elastic.selection import RequestError
 from star_elastic.skeleton import child_config, saved_tensors
 from star_elastic.submodel import Submodel
+from star_elastic.unit_timer import Intervals, Timing, UnitTimer, needed_layers
 
 HERE = Machine(device="cpu", name="abacus", threads=1, torch="2")
 

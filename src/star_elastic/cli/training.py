@@ -39,7 +39,7 @@ def train(
       star-elastic train recipes/nano-v3.yaml --dry-run --world-size 8 --device-memory 80GiB
     """
     if dry_run:
-        from star_elastic.train.dry_run import run_dry_run
+        from star_elastic.train.dry_run_report import run_dry_run
 
         run_dry_run(
             recipe,
