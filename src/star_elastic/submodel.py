@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    Strict,
     ValidationError,
     model_serializer,
 )
@@ -35,7 +36,7 @@ def _layer_number(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and str(int(key)) == key else key
 
 
-LayerWidths = dict[str, dict[Annotated[int, BeforeValidator(_layer_number)], int]]
+LayerWidths = dict[str, dict[Annotated[int, Strict(), BeforeValidator(_layer_number)], Annotated[int, Strict()]]]
 """Axis -> layer -> width."""
 
 
