@@ -28,6 +28,7 @@ from star_elastic.loading_per_layer import load_per_layer
 from star_elastic.masks import Masks
 from star_elastic.per_layer import own_table
 from star_elastic.rewrite import locate
+from star_elastic.routing import ActiveRouter
 from star_elastic.skeleton import check_tied, compare_shapes
 from star_elastic.submodel import ElasticConfig, Submodel, check_named, open_elastic, read_json
 from star_elastic.switch import Lens, install
@@ -212,6 +213,18 @@ class ElasticModel(nn.Module):
             if isinstance(lens, SlicedLens):
                 return lens.part(head.module, weight.name)
             return self.model.get_parameter(head.name(weight))
+
+    def routers(self) -> Iterator[ActiveRouter]:
+        """The expert routers as they compute under the lens in force."""
+        lens = self._switch.lens
+        if isinstance(lens, SlicedLens | MaskedLens):
+            yield from lens.routers()
+            return
+        for unit in self.layout.units:
+            if unit.router is not None:
+                experts = list(range(self.layout.axes[unit.router.axis].size))
+                module = self.model.get_submodule(unit.module).get_submodule(unit.router.module)
+                yield ActiveRouter(unit, module, experts, experts)
 
     @property
     def checkpointing(self) -> bool:
