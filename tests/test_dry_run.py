@@ -65,7 +65,7 @@ def test_the_temperature_is_cold_at_the_end_of_the_search(published: DryRun) -> 
 def test_eight_devices_are_said_to_be_too_small_and_what_helps_does(published: DryRun) -> None:
     told = [warning for warning in published.warnings if "needs about" in warning]
     assert len(told) == 2 and all("master_weights: bf16, more devices than 8" in warning for warning in told)
-    for changes, world in ((["master_weights=bf16"], 8), (["stages.0.accumulate=96", "stages.1.accumulate=32"], 16)):
+    for changes, world in ((["master_weights=bf16"], 8), (["stages.0.accumulate=48", "stages.1.accumulate=16"], 32)):
         other = dry_run(NANO, changes, world_size=world, device_memory=80 * GIB)
         assert not [warning for warning in other.warnings if "needs about" in warning]
         assert all(stage.rows_per_pass == 1 for stage in other.stages)
@@ -78,8 +78,8 @@ def test_the_recipe_and_the_page_state_the_numbers_that_the_dry_run_prints(publi
     assert f"{first} GiB in stage 1 and {second} GiB in stage 2" in text
     assert f"{first} GiB in the first stage and {second} GiB" in page
     bf16 = dry_run(NANO, ["master_weights=bf16"], world_size=8)
-    sixteen = dry_run(NANO, ["stages.0.accumulate=96", "stages.1.accumulate=32"], world_size=16)
-    for other in (bf16, sixteen):
+    more = dry_run(NANO, ["stages.0.accumulate=48", "stages.1.accumulate=16"], world_size=32)
+    for other in (bf16, more):
         one, two = (round(stage.memory.total / GIB) for stage in other.stages)
         assert f"({one} and {two} GiB" in text and f"{one} and {two} GiB" in page
     state = round(published.stages[0].memory.state / GIB)
@@ -203,7 +203,10 @@ def test_a_config_alone_is_planned_and_what_was_not_checked_is_said(
     assert planned.warnings[0].startswith("only the configuration of ")
     assert "not checked: weights, tokenizer, data" in planned.warnings[0]
     assert "GPUs, weights and moments in fp32, matrix products in bf16, teacher in fp32" in planned.assumed
-    assert planned.stages[0].memory.weights * 2 == dry_run(written(content, tmp_path)).stages[0].memory.weights
+    alone = dry_run(written(content, tmp_path)).stages[0].memory
+    assert 0.5 < planned.stages[0].memory.weights / alone.weights < 0.6
+    whole = dry_run(written(content, tmp_path), ["shard='off'"], world_size=2).stages[0].memory
+    assert whole.weights == alone.weights and whole.gathered == 0
 
 
 def test_a_device_that_is_elsewhere_is_noted(content: dict[str, Any], tmp_path: Path) -> None:

@@ -178,21 +178,20 @@ NANO = get_preset("nemotron-3-nano-30b-a3b").layout
 
 
 def nano(world: int, **changes: Any) -> StageMemory:
-    return stage_memory(
-        NANO, stage(sequence_length=8192, batch_size=1536, accumulate=192 * 8 // world), Setting(world, **changes)
-    )
+    one = stage(sequence_length=8192, batch_size=1536, accumulate=192 * 8 // world)
+    return stage_memory(NANO, one, Setting(world, world, **changes))
 
 
 def test_devices_share_the_state_and_nothing_else() -> None:
     eight, sixteen = nano(8, checkpointing=True), nano(16, checkpointing=True)
-    assert eight.state == pytest.approx(2 * sixteen.state)
+    assert eight.state == pytest.approx(2 * sixteen.state, rel=0.01)  # vectors and routers stay whole
     assert (eight.activations, eight.gathered, eight.loss) == (sixteen.activations, sixteen.gathered, sixteen.loss)
     parameters = 31_577_937_344  # 16 bytes each for the student; the teacher's 2; and buffers
-    assert eight.state * 8 == pytest.approx(18 * parameters, rel=1e-4)
+    assert eight.state * 8 == pytest.approx(18 * parameters, rel=0.01)
 
 
 def test_recomputing_and_smaller_parts_take_less() -> None:
-    assert nano(8, checkpointing=True).activations < 0.1 * nano(8, checkpointing=False).activations
+    assert nano(8, checkpointing=True).activations < 0.15 * nano(8, checkpointing=False).activations
     assert rows_per_pass(stage(batch_size=10, accumulate=2), 2) == 3  # 10 rows in 4 parts: one of them has 3
     assert rows_per_pass(stage(batch_size=4), 8) == 1
     # auto: in a search, where masked copies of all layers would live
@@ -220,7 +219,8 @@ def test_an_expert_layer_keeps_what_a_token_visits() -> None:
 def test_one_device_holds_nothing_gathered_and_many_hold_two_units() -> None:
     layer = 128 * 2 * 2688 * 1856 + 2 * 2688 * 3712 + 128 * 2688 + 2688  # the largest unit is an expert layer
     assert nano(1, checkpointing=True).gathered == 0
-    assert nano(8, checkpointing=True).gathered == layer * (2 * 2 + 4)
+    around = 2 * 131072 * 2688 + 2688  # fp32 weights and gradients of the student, bf16 of the teacher
+    assert nano(8, checkpointing=True).gathered == layer * (2 * 2 + 4) + around * (4 + 4 + 2)
     # masked copies: in the dtype of the gathered weights, of one unit where it is computed again
-    search = stage_memory(NANO, stage(phase="search"), Setting(8, checkpointing=True))
+    search = stage_memory(NANO, stage(phase="search"), Setting(8, 8, checkpointing=True))
     assert search.copies == 2 * layer and nano(8, checkpointing=True).copies == 0

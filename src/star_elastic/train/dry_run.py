@@ -33,6 +33,7 @@ from star_elastic.train.targets import Targets, resolve_targets
 from star_elastic.units import format_bytes
 
 PRESET_PREFIX = "preset:"
+MACHINE = 8  # GPUs, usually
 COLD = 0.05  # temperature below which a soft choice is as good as hard (method: tau 1.0 -> 0.05)
 
 
@@ -235,6 +236,7 @@ def hold(recipe: Recipe, parent: Parent, world_size: int, gpu: bool) -> Setting:
     low = recipe.master_weights == "bf16" or recipe.precision == "bf16" or (recipe.precision == "auto" and gpu)
     return Setting(
         world_size=world_size,
+        shares=shares_of(recipe, world_size),
         master=2 if recipe.master_weights == "bf16" else 4,
         compute=2 if low else 4,
         teacher="bf16" if low and itemsize(parent.config) == 2 else "fp32",
@@ -244,6 +246,13 @@ def hold(recipe: Recipe, parent: Parent, world_size: int, gpu: bool) -> Setting:
         frozen=frozen_parameters(parent.layout, recipe.freeze),
         kl_chunk_tokens=recipe.kl_chunk_tokens,
     )
+
+
+def shares_of(recipe: Recipe, world_size: int) -> int:
+    """Devices that share one copy of the models; a group of ``hybrid`` is taken to be a machine of eight unless it is given."""
+    if recipe.shard == "off":
+        return 1
+    return world_size if recipe.shard == "full" else min(world_size, recipe.shard_group or MACHINE)
 
 
 def _plan_stage(recipe: Recipe, layout: Layout, stage: Stage, targets: Targets, setting: Setting) -> StagePlan:
@@ -295,9 +304,12 @@ def _cold_step(recipe: Recipe) -> int | None:
 def _assumed(setting: Setting, gpu: bool) -> str:
     names = {2: "bf16", 4: "fp32"}
     kernels = "fused attention and Mamba kernels" if setting.fused else "no fused Mamba kernels"
+    copies = (
+        f", {setting.world_size // setting.shares} copies of {setting.shares} shares" if setting.world_size > 1 else ""
+    )
     return (
         f"{'GPUs' if gpu else 'CPUs'}, weights and moments in {names[setting.master]}, matrix products in "
-        f"{names[setting.compute]}, teacher in {setting.teacher}, {kernels}"
+        f"{names[setting.compute]}, teacher in {setting.teacher}, {kernels}{copies}"
     )
 
 

@@ -1,7 +1,7 @@
 """How much memory a stage of a run takes on each device: a formula over the table, with what it assumes.
 
 Exact, since it counts tensors: the student's weights, their gradients, AdamW's moments, the running average and the teacher.
-They are divided by the number of devices, which hold equal shards of every unit.
+Matrices are divided by the number of devices that share a copy; vectors, buffers and what is always fp32 stay whole everywhere.
 
 Estimated, for what lives only during a step:
 
@@ -9,7 +9,8 @@ Estimated, for what lives only during a step:
   often as a token visits one, and two fp32 vectors per norm. Recomputed, a unit keeps its input, and one unit at a time the
   rest. Fused attention and fused Mamba kernels are assumed on a GPU; their stand-in in plain PyTorch keeps about
   ``SCAN_FACTOR`` times as much of a Mamba layer's own matrices.
-- *gathered weights*: sharded, two units at a time whole, in the dtype of matrix products, and one unit's gradient in fp32.
+- *gathered weights*: sharded, two layers at a time whole, in the dtype of matrix products, and one layer's gradient in fp32;
+  embedding and head, the student's in the dtype of its weights with their gradients in fp32, and the teacher's.
 - *copies of weights*: on one device, autocast's copies in its dtype; in a search the masked copies. Of all units, or of one at
   a time where activations are recomputed (autocast keeps its copies through a second forward pass of the same step).
 - *loss*: ``LOSS_TENSORS`` of [chunk, vocabulary] in fp32, the head's gradient and its two copies, three of [tokens, hidden].
@@ -43,7 +44,8 @@ class Setting:
     """How a run holds its numbers.
 
     Attributes:
-        world_size: Devices, each with an equal shard.
+        world_size: Devices.
+        shares: Devices that share one copy of the models.
         master: Bytes per number of the student's weights, gradients and moments.
         compute: Bytes per number of matrix products.
         teacher: Format of the teacher's weights, as in ``cost.weight_bytes``.
@@ -55,6 +57,7 @@ class Setting:
     """
 
     world_size: int = 1
+    shares: int = 1
     master: int = 4
     compute: int = 2
     teacher: Literal["fp32", "bf16"] = "bf16"
@@ -107,22 +110,33 @@ def stage_memory(layout: Layout, stage: Stage, setting: Setting) -> StageMemory:
         stage: Batch, sequence length, parts, phase.
         setting: Devices and dtypes.
     """
-    world = setting.world_size
     learning = [row for unit, row in parameters(layout) if unit.name(row) not in setting.frozen]
-    trained = sum(row.numel({}) * (FP32 if row.fp32 else setting.master) for row in learning)
-    tokens = rows_per_pass(stage, world) * stage.sequence_length
+    trained = sum(held(row, setting) * (FP32 if row.fp32 else setting.master) for row in learning)
+    tokens = rows_per_pass(stage, setting.world_size) * stage.sequence_length
     return StageMemory(
-        weights=cost.weight_bytes(layout, {}, dtype="fp32" if setting.master == FP32 else "bf16") / world,
-        gradients=trained / world,
-        moments=MOMENTS * trained / world,
-        average=FP32 * sum(row.numel({}) for row in learning) / world if setting.average else 0,
-        teacher=cost.weight_bytes(layout, {}, dtype=setting.teacher) / world,
+        weights=resident(layout, setting, "fp32" if setting.master == FP32 else "bf16"),
+        gradients=trained,
+        moments=MOMENTS * trained,
+        average=FP32 * sum(held(row, setting) for row in learning) if setting.average else 0,
+        teacher=resident(layout, setting, setting.teacher),
         gathered=_gathered(layout, setting),
         copies=_copies(layout, stage, setting),
         activations=tokens * activations_per_token(layout, setting, checkpointing=setting.checkpoints(stage)),
         loss=loss_bytes(layout, tokens, setting),
-        optimizer_step=trained / world,
+        optimizer_step=trained,
     )
+
+
+def held(row: Row, setting: Setting) -> float:
+    """Numbers of a parameter or buffer that one device holds: a share of a matrix, all of anything smaller."""
+    stays_whole = row.buffer or row.fp32 or len(row.dims) == 1
+    return row.numel({}) / (1 if stays_whole else setting.shares)
+
+
+def resident(layout: Layout, setting: Setting, dtype: str) -> Bytes:
+    """Bytes of a model's weights and buffers on one device."""
+    rows = (row for _, row in layout.tensors() if row.alias is None)
+    return sum(held(row, setting) * cost.bytes_per_number(row, dtype) for row in rows)
 
 
 def rows_per_pass(stage: Stage, world_size: int) -> int:
@@ -136,9 +150,8 @@ def activations_per_token(layout: Layout, setting: Setting, *, checkpointing: bo
     kept = [unit_activations(layout, unit, setting) for unit in units]
     if not checkpointing:
         return sum(kept)
-    # Sharded models compute in one dtype; under autocast the residual stream stays in that of the weights.
-    residual = setting.compute if setting.world_size > 1 else setting.master
-    return residual * hidden_size(layout) * len(units) + max(kept)
+    # Under autocast the residual stream stays in the dtype of the embedding's weights.
+    return setting.master * hidden_size(layout) * len(units) + max(kept)
 
 
 def unit_activations(layout: Layout, unit: Unit, setting: Setting) -> Bytes:
@@ -166,7 +179,7 @@ def loss_bytes(layout: Layout, tokens: int, setting: Setting) -> Bytes:
     """Bytes of the distillation loss: logits of a chunk, what the head takes, and hidden states with their gradient."""
     vocabulary, hidden = layout.units[0].rows[0].shape[0], hidden_size(layout)
     logits = LOSS_TENSORS * FP32 * min(setting.kl_chunk_tokens, tokens) * vocabulary
-    copied = 2 * setting.compute if setting.compute < setting.master or setting.world_size > 1 else 0
+    copied = 2 * setting.compute if setting.compute < setting.master else 0
     return logits + (FP32 + copied) * vocabulary * hidden + 3 * setting.compute * tokens * hidden
 
 
@@ -186,15 +199,19 @@ def unit_numbers(layout: Layout) -> list[int]:
 
 
 def _gathered(layout: Layout, setting: Setting) -> Bytes:
-    if setting.world_size == 1:
+    if setting.shares == 1:
         return 0
-    return max(unit_numbers(layout)) * (AHEAD * setting.compute + FP32)
+    numbers = dict(zip(layout.units, unit_numbers(layout), strict=True))
+    layer = max(count for unit, count in numbers.items() if unit.layer is not None)
+    around = sum(count for unit, count in numbers.items() if unit.layer is None)
+    teacher = FP32 if setting.teacher == "fp32" else 2
+    return layer * (AHEAD * setting.compute + FP32) + around * (setting.master + FP32 + teacher)
 
 
 def _copies(layout: Layout, stage: Stage, setting: Setting) -> Bytes:
     numbers = unit_numbers(layout)
     whole, largest = sum(numbers), max(numbers)
-    checkpointing, sharded = setting.checkpoints(stage), setting.world_size > 1
+    checkpointing, sharded = setting.checkpoints(stage), setting.shares > 1
     held = largest if checkpointing else whole
     total: Bytes = 0
     if not sharded and setting.compute < setting.master:
