@@ -35,7 +35,9 @@ class Processes:
     def __init__(self, folder: Path, size: int, function: Callable[..., Any], *args: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers", "tiny", "star_elastic.elastic", "star_elastic.train.loop"])
+        context.set_forkserver_preload(
+            ["torch", "transformers", "tiny", "star_elastic.elastic", "star_elastic.train.loop"]
+        )
         self._folder = folder
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from processes import Processes, run
 
-from star_elastic.errors import DataError, ElasticError, RecipeError
-from star_elastic.train.ranks import Ranks, StoppedElsewhere, joined
+from star_elastic.errors import DataError, ElasticError, RecipeError, StoppedElsewhere
+from star_elastic.train.ranks import Ranks, joined
 
 
 def test_one_process_alone_needs_no_group(monkeypatch):
@@ -42,7 +42,11 @@ def talk(folder):
     with joined() as ranks:
         assert dist.is_initialized() and ranks.size == 3
         told = {}
-        tensors = [torch.full((2, 2), float(ranks.rank)), torch.arange(3.0) * (ranks.rank + 1), torch.tensor(5.0).double()]
+        tensors = [
+            torch.full((2, 2), float(ranks.rank)),
+            torch.arange(3.0) * (ranks.rank + 1),
+            torch.tensor(5.0).double(),
+        ]
         ranks.average([tensors[0].T, *tensors[1:]])  # the first is not contiguous
         told["average"] = [tensor.tolist() for tensor in tensors]
         told["largest"] = ranks.largest([4, 9, -1][ranks.rank])

@@ -23,7 +23,7 @@ from star_elastic.submodel import Submodel
 from star_elastic.train.models import Average
 from star_elastic.train.ranks import Ranks, joined
 from star_elastic.train.sharded_state import load_sharded, save_sharded
-from star_elastic.train.sharding import clip_gradients, device_mesh, gather_into, local, shard
+from star_elastic.train.sharding import check_group, clip_gradients, device_mesh, gather_into, local, shard
 from star_elastic.train.state import optimizer_tensors
 
 STEPS = 10
@@ -50,8 +50,9 @@ class Run:
         self.noise = torch.Generator().manual_seed(7)
         self.sharded = None
         if ranks is not None:
-            shard(self.teacher, ranks, **options)
-            self.sharded = shard(self.student, ranks, **options)
+            mesh = device_mesh(torch.device("cpu"), ranks, options.pop("how", "full"), options.pop("group", None))
+            shard(self.teacher, ranks, mesh)
+            self.sharded = shard(self.student, ranks, mesh)
         self.student.checkpointing = self.checkpointing
         kinds = [[p for p in self.student.parameters() if isinstance(p, DTensor) == kind] for kind in (True, False)]
         self.optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds if kind], lr=3e-3, eps=1e-4)
@@ -151,6 +152,10 @@ def one_process(family: str) -> dict[str, torch.Tensor]:
     return finished(Run(family))
 
 
+def assert_close(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_two_processes_equal_one_over_ten_steps(sharded, name):
@@ -158,8 +163,8 @@ def test_two_processes_equal_one_over_ten_steps(sharded, name):
     first, second = (load_file(sharded / f"{name}-{rank}") for rank in range(2))
     assert first.keys() == second.keys() == wanted.keys()
     for key in wanted:
-        torch.testing.assert_close(first[key], second[key], rtol=0, atol=0)
-        torch.testing.assert_close(first[key], wanted[key], rtol=1e-5, atol=1e-5, msg=lambda text: f"{key}: {text}")
+        assert torch.equal(first[key], second[key]), key
+        assert_close(key, first[key], wanted[key])
     losses, norms = wanted["numbers"].unbind(1)
     assert norms.min() > 2 * CLIP  # every step was clipped
     assert losses.unique().numel() == STEPS
@@ -169,7 +174,7 @@ def test_four_steps_of_a_tied_model_with_checkpointing(tmp_path):
     run(tmp_path / "log", 2, in_each_process, tmp_path, [("one", "llama", {"checkpointing": True})], 4)
     wanted = finished(Run("llama"), 4)
     for key, found in load_file(tmp_path / "one-0").items():
-        torch.testing.assert_close(found, wanted[key], rtol=1e-5, atol=1e-5, msg=lambda text: f"{key}: {text}")
+        assert_close(key, found, wanted[key])
 
 
 # Mixed precision
@@ -195,7 +200,7 @@ def bf16_forward(folder: Path, master: torch.dtype) -> None:
         seen: dict[str, torch.dtype] = {}
         for path, module in model.model.named_modules():
             module.register_forward_hook(functools.partial(note_dtypes, seen, path))
-        sharded = shard(model, ranks, dtype=torch.bfloat16)
+        sharded = shard(model, ranks, device_mesh(torch.device("cpu"), ranks, "full"), torch.bfloat16)
         gradients = one_pass(model, tokens(4).chunk(2)[ranks.rank])
         sharded.average_gradients()
         shapes = {name: parameter.shape for name, parameter in model.model.named_parameters()}
@@ -203,7 +208,11 @@ def bf16_forward(folder: Path, master: torch.dtype) -> None:
         small = {name for name in shapes if len(shapes[name]) == 1}
         root = {"model.embeddings.weight", "lm_head.weight"}
         assert len(gates) == 2
-        assert {"model.layers.0.mixer.A_log", "model.layers.0.norm.weight", "model.norm_f.weight"} <= small & seen.keys()
+        assert {
+            "model.layers.0.mixer.A_log",
+            "model.layers.0.norm.weight",
+            "model.norm_f.weight",
+        } <= small & seen.keys()
         assert {seen[name] for name in gates} == {torch.float32}
         assert {seen[name] for name in (small | root) & seen.keys()} == {master}
         assert {seen[name] for name in seen.keys() - gates - small - root} == {torch.bfloat16}
@@ -224,7 +233,7 @@ def test_gates_and_norms_keep_their_dtype_beside_bf16_matrices(tmp_path, master)
     wanted = one_pass(in_bf16(tmp_path / "model", master), tokens(4))
     found, other = (load_file(tmp_path / f"gradients-{rank}") for rank in range(2))
     for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], other[name], rtol=0, atol=0)
+        assert torch.equal(found[name], other[name]), name
         assert found[name].dtype == gradient.dtype, name
         assert (found[name] - gradient).float().norm() < 0.05 * gradient.float().norm(), name
 
@@ -266,7 +275,7 @@ def load_anew(folder: Path) -> None:
         wanted = load_file(folder / "full")
         assert found.keys() == wanted.keys()
         for name, tensor in in_full(found).items():
-            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0, msg=lambda text: f"{name}: {text}")
+            assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), name
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
@@ -297,14 +306,16 @@ def test_a_damaged_or_missing_part_is_one_line(tmp_path):
 
 def test_one_process_is_not_sharded():
     model = ElasticModel(FAMILIES["llama"](0))
-    sharded = shard(model, Ranks())
+    sharded = shard(model, Ranks(), device_mesh(torch.device("cpu"), Ranks(), "full"))
     assert not isinstance(model, FSDPModule) and sharded.whole == ()
     sharded.begin_backward(is_last=False)
     model(tokens(), labels=tokens()).loss.backward()
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     sharded.average_gradients()
     reference = [parameter.grad.clone() for parameter in model.parameters()]
-    for parameter, gradient in zip(holders := [nn.Parameter(torch.empty_like(g)) for g in reference], reference, strict=True):
+    for parameter, gradient in zip(
+        holders := [nn.Parameter(torch.empty_like(g)) for g in reference], reference, strict=True
+    ):
         parameter.grad = gradient
     assert all(torch.equal(before[name], parameter.grad) for name, parameter in model.named_parameters())
     assert torch.equal(clip_gradients(model.parameters(), 0.5), nn.utils.clip_grad_norm_(holders, 0.5))
@@ -315,16 +326,17 @@ def test_one_process_is_not_sharded():
 def gather_and_group(folder: Path) -> None:
     with joined() as ranks:
         model, plain = ElasticModel(FAMILIES["mixtral"](0)), FAMILIES["mixtral"](0)
-        shard(model, ranks)
+        shard(model, ranks, device_mesh(torch.device("cpu"), ranks, "full"))
         target = FAMILIES["mixtral"](1) if ranks.is_main else None
         gather_into(target, model.model)
-        for name, parameter in (() if target is None else target.named_parameters()):
+        for name, parameter in () if target is None else target.named_parameters():
             assert torch.equal(parameter, plain.get_parameter(name)), name
         assert any(local(p).numel() < p.numel() for p in model.parameters())
-        mesh = device_mesh("cpu", ranks, "hybrid", 1)
+        mesh = device_mesh(torch.device("cpu"), ranks, "hybrid", 1)
         assert mesh.shape == (2, 1) and mesh.mesh_dim_names == ("copies", "shares")
+        check_group(ranks, "hybrid", None)
         with pytest.raises(RecipeError, match="3 processes in a group, which do not divide 2 processes"):
-            device_mesh("cpu", ranks, "hybrid", 3)
+            check_group(ranks, "hybrid", 3)
 
 
 def test_a_sharded_model_is_gathered_and_groups_must_fit(tmp_path):

@@ -16,7 +16,7 @@ import typer
 
 from star_elastic.cli import look, profiling, rank, slicing, training
 from star_elastic.cli.app import app
-from star_elastic.errors import ElasticError, nearest
+from star_elastic.errors import ElasticError, StoppedElsewhere, nearest
 
 __all__ = ["app", "main"]
 
@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except typer.TyperException as error:
         return _fail(_usage_message(error, words))
+    except StoppedElsewhere:
+        return 2
     except ElasticError as error:
         return _fail(str(error))
     except KeyboardInterrupt:

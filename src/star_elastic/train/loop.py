@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from star_elastic.checkpoint import target_folder
+from star_elastic.elastic import ElasticModel
 from star_elastic.errors import ElasticError
 from star_elastic.progress import progress_bar
 from star_elastic.router_freeze import BudgetMissed, Frozen
@@ -34,10 +36,12 @@ from star_elastic.train.gradients import View, distil
 from star_elastic.train.interrupt import StopRequest
 from star_elastic.train.output import write_family
 from star_elastic.train.prepare import Plan, prepare
+from star_elastic.train.ranks import joined
 from star_elastic.train.recipe import Recipe, load_recipe, override
 from star_elastic.train.report import Losses, TrainReport
 from star_elastic.train.schedule import learning_rate
 from star_elastic.train.search import Sample, Search, frozen_from_json, frozen_to_json
+from star_elastic.train.sharding import clip_gradients, device_mesh, gather_into, shard
 from star_elastic.train.stages import Position, Stage
 from star_elastic.train.state import RunFolder
 from star_elastic.train.summary import memory_bytes, summarise, with_choices
@@ -52,6 +56,9 @@ def train_family(
     recipe: Recipe | Path | str, overrides: Sequence[str] = (), resume: bool = False, progress: bool = True
 ) -> TrainReport:
     """Distil all submodels of a family from the frozen parent in one run, and write an elastic checkpoint.
+
+    Started by ``torchrun``, its processes share the run: each runs its part of every batch, and the numbers are those of one
+    process, to rounding. The main process reports, writes, and tells mistakes.
 
     Args:
         recipe: A recipe, or the YAML file of one.
@@ -68,23 +75,27 @@ def train_family(
             loaded, for whatever in the recipe, the parent or the data is not right.
         TrainingStopped: on Ctrl-C or SIGTERM, or when the search ends off its budgets, after saving a checkpoint; or when the
             loss or gradient is not finite.
+        StoppedElsewhere: on all but the main process, instead of any of these.
 
     Example:
         >>> train_family("recipes/demo.yaml", ["seed=1"]).submodels["small"].kd_recent
     """
-    recipe = override(recipe, overrides) if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
-    run = RunFolder(recipe)
-    run.check(resume)
-    plan = prepare(recipe)
-    with run.open(), _own_randomness(plan.device):
-        trainer = Trainer(plan, run)
-        if resume:
-            trainer.restore()
-        with StopRequest() as stop:
-            trainer.train(stop, progress)
-        report = trainer.finish()
-    run.remove()
-    if progress:
+    with joined() as ranks:
+        with ranks.agreed():
+            recipe = override(recipe, overrides) if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+            run = RunFolder(recipe, ranks)
+            run.check(resume)
+            plan = prepare(recipe, ranks)
+        shown = progress and ranks.is_main
+        with run.open(), _own_randomness(plan.device):
+            trainer = Trainer(plan, run)
+            if resume:
+                trainer.restore()
+            with StopRequest() as stop:
+                trainer.train(stop, shown)
+            report = trainer.finish()
+        run.remove()
+    if shown:
         report.print()
     return report
 
@@ -106,11 +117,14 @@ class Trainer:
     """
 
     def __init__(self, plan: Plan, run: RunFolder) -> None:
-        self.plan, self.run, recipe = plan, run, plan.recipe
-        teacher = models.load_teacher(plan)
+        self.plan, self.run, self.ranks, recipe = plan, run, plan.ranks, plan.recipe
+        mesh = device_mesh(plan.device, plan.ranks, recipe.shard, recipe.shard_group)
+        with plan.ranks.agreed(), plan.ranks.in_turn():
+            teacher, self.student = models.load_teacher(plan), models.load_student(plan)
+            self.stored = models.stored_dtypes(teacher.model)
+            shard(teacher, plan.ranks, mesh, plan.autocast)
+            self.sharded = shard(self.student, plan.ranks, mesh, plan.autocast)
         self.teacher = Teacher(teacher, recipe.kl_chunk_tokens)
-        self.student = models.load_student(plan)
-        self.stored = models.stored_dtypes(teacher.model)
         self.optimizer = models.build_optimizer(self.student.model, recipe)
         self.average = None if recipe.ema is None else models.Average(self.student.model, recipe.ema)
         self.search = Search(plan) if plan.targets.budgets else None
@@ -156,12 +170,13 @@ class Trainer:
                 self._step(next(self._batches))
                 advance(tokens)
                 self._close_stage()
+                asked = self.ranks.largest(stop.signal or 0)  # a signal may reach the processes in different steps
                 # Also after the last step: should the disk be full now, the result can still be written later.
-                if self.step % recipe.checkpoint_every == 0 or self.done or stop.signal is not None:
+                if self.step % recipe.checkpoint_every == 0 or self.done or asked:
                     self.save()
-                if stop.signal is not None:
+                if asked:
                     raise TrainingStopped(
-                        f"stopped by {stop.signal.name} after step {self.step} of {recipe.total_steps}, "
+                        f"stopped by {signal.Signals(asked).name} after step {self.step} of {recipe.total_steps}, "
                         f"saved in {self.run.path}; continue with the same command and --resume"
                     )
 
@@ -174,14 +189,31 @@ class Trainer:
         self.student.config = with_choices(self.student.config, report)
         if self.average is not None:
             self.average.copy_to(self.student.model)
-        models.cast(self.student.model, self.stored)
+        student = self._whole_student()
         router = None if self.search is None else self.search.router
-        with target_folder(recipe.output, recipe.parent) as folder:
-            write_family(folder, self.student, report, parent=recipe.parent, metrics=self.run.metrics, router=router)
+        with self.ranks.agreed():
+            if student is not None:
+                models.cast(student.model, self.stored)
+                with target_folder(recipe.output, recipe.parent) as folder:
+                    write_family(folder, student, report, parent=recipe.parent, metrics=self.run.metrics, router=router)
         return report
+
+    def _whole_student(self) -> ElasticModel | None:
+        """The student with all its weights, on the main process only."""
+        if self.ranks.size == 1:
+            return self.student
+        student = None
+        with self.ranks.agreed():
+            if self.ranks.is_main:
+                student = models.load_student(self.plan)
+                student.config = self.student.config
+        gather_into(None if student is None else student.model, self.student.model)
+        return student
 
     def save(self) -> None:
         """Write a checkpoint of the run."""
+        learning = () if self.search is None else self.search.router.parameters()
+        self.ranks.same("weights", [*self.sharded.whole, *learning])
         random = {**saved.random_states(), "sampler": self.sampler.state()}
         tensors = {
             "model": saved.model_tensors(self.student.model),
@@ -206,10 +238,11 @@ class Trainer:
 
     def restore(self) -> None:
         """Go back to the newest checkpoint; without one the run begins at step 0."""
-        folder = self.run.latest()
-        if folder is None:
+        latest = self.ranks.from_main(None if (newest := self.run.latest()) is None else str(newest))
+        if latest is None:
             return
-        tensors, state = self.run.load(folder)
+        places = dict(self.student.model.named_parameters())
+        tensors, state = self.run.load(Path(latest), dict.fromkeys(saved.SPREAD, places))
         self.position = Position(**state["position"])
         self._freeze(frozen_from_json(state["frozen"]))
         self._enter_stage(None)
@@ -240,6 +273,7 @@ class Trainer:
             self._views(names, samples),
             parts=self.stage.accumulate,
             dtype=self.plan.autocast,
+            sharded=self.sharded,
         )
         for name, loss in losses.items():
             self._refuse_infinite("loss", loss, name)
@@ -270,11 +304,13 @@ class Trainer:
     def _update(self, names: list[str], samples: dict[str, Sample]) -> dict[str, Tensor]:
         """Step weights, and the router while it learns, along the gradients; return their norms before clipping."""
         clip, told = self.plan.recipe.optimizer.clip, " and ".join(names)
-        norms = {"grad_norm": nn.utils.clip_grad_norm_(self.student.parameters(), clip)}
+        norms = {"grad_norm": clip_gradients(self.student.parameters(), clip)}
         if samples:
             assert self.search is not None
             self.search.backward(samples)
-            norms["router_grad_norm"] = nn.utils.clip_grad_norm_(self.search.router.parameters(), clip)
+            learning = list(self.search.router.parameters())
+            self.ranks.average(weight.grad for weight in learning if weight.grad is not None)
+            norms["router_grad_norm"] = clip_gradients(learning, clip)
         for what, norm in norms.items():
             self._refuse_infinite("gradient norm" if what == "grad_norm" else "gradient norm of the router", norm, told)
         for optimizer in (self.optimizer, *([self.search.optimizer] if samples and self.search else [])):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from star_elastic.elastic import ElasticModel
 from star_elastic.loading import load_model
@@ -20,7 +21,7 @@ MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def load_teacher(plan: Plan) -> ElasticModel:
     """The frozen parent. With autocast it stays as stored; without, it computes in fp32 as the student does."""
-    model = load_model(plan.recipe.parent, device=plan.device)
+    model = load_model(plan.recipe.parent, device=plan.load_device)
     if plan.autocast is None:
         model.float()
     return ElasticModel(model.requires_grad_(False))
@@ -29,7 +30,7 @@ def load_teacher(plan: Plan) -> ElasticModel:
 def load_student(plan: Plan) -> ElasticModel:
     """The model that learns, with what the recipe freezes frozen."""
     dtype = MASTER_DTYPES[plan.recipe.master_weights]
-    student = ElasticModel(load_model(plan.recipe.parent, device=plan.device, dtype=dtype), provenance(plan))
+    student = ElasticModel(load_model(plan.recipe.parent, device=plan.load_device, dtype=dtype), provenance(plan))
     student.train()
     for name, parameter in student.model.named_parameters():
         parameter.requires_grad_(name not in plan.frozen)
@@ -42,10 +43,12 @@ def stored_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW over what is trained."""
+    """AdamW over what is trained; parameters that are spread over processes are a group of their own, as torch requires."""
     options = recipe.optimizer
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [[one for one in trained if isinstance(one, DTensor) == spread] for spread in (True, False)]
     return torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        [{"params": group} for group in groups if group],
         lr=options.lr,
         betas=options.betas,
         eps=options.eps,

@@ -17,7 +17,9 @@ from star_elastic.rewrite import locate
 from star_elastic.submodel import ElasticConfig, open_elastic
 from star_elastic.train.data import open_documents
 from star_elastic.train.documents import Documents, load_tokenizer
+from star_elastic.train.ranks import ALONE, Ranks
 from star_elastic.train.recipe import Recipe
+from star_elastic.train.sharding import check_group
 from star_elastic.train.stages import Stage
 from star_elastic.train.targets import Targets, resolve_targets
 
@@ -39,6 +41,7 @@ class Plan:
         device: Where to train.
         autocast: Dtype of matrix products; None without autocast.
         notes: What the user should know, though it stops nothing.
+        ranks: The processes of the run.
     """
 
     recipe: Recipe
@@ -53,6 +56,12 @@ class Plan:
     device: torch.device
     autocast: torch.dtype | None
     notes: tuple[str, ...]
+    ranks: Ranks = ALONE
+
+    @property
+    def load_device(self) -> torch.device:
+        """Where weights are loaded: on the CPU where each process keeps a share of them only."""
+        return self.device if self.ranks.size == 1 or self.recipe.shard == "off" else torch.device("cpu")
 
     @property
     def search_steps(self) -> int:
@@ -60,23 +69,30 @@ class Plan:
         return sum(stage.steps for stage in self.stages if stage.phase == "search")
 
 
-def prepare(recipe: Recipe) -> Plan:
+def prepare(recipe: Recipe, ranks: Ranks = ALONE) -> Plan:
     """Check a recipe against the parent, the machine and the data.
+
+    Args:
+        recipe: What to do.
+        ranks: The processes that will do it.
 
     Raises:
         CheckpointError: the parent, its weights' headers or its tokenizer cannot be read, or disagree with its config.json.
         WidthError, UnknownNameError: a submodel that the parent cannot be cut to, or an unknown name.
         BudgetError: a budget that no candidates meet.
-        RecipeError: rows longer than the model allows; a tokenizer with more tokens than the model; nothing left to train.
+        RecipeError: rows longer than the model allows; a tokenizer with more tokens than the model; nothing left to train; rows
+            that cannot be shared equally by the processes.
         ReservedNameError: a submodel ``full`` that is not the whole model.
         DeviceError: no such device here.
         DataError: data that cannot be read or is empty.
     """
-    device = choose_device(recipe.device)
+    device = own_device(recipe.device, ranks)
     config, layout, elastic = open_elastic(recipe.parent)
     known = open_elastic(recipe.parent, preset=recipe.preset)[2] if recipe.preset else elastic
     targets = resolve_targets(recipe, layout, elastic, known)
     stages = recipe.schedule
+    check_shares(stages, ranks)
+    check_group(ranks, recipe.shard, recipe.shard_group)
     probabilities = tuple(stage_probabilities(recipe, stage, targets.names) for stage in stages)
     frozen = frozen_parameters(layout, recipe.freeze)
     locate(layout, Checkpoint.open(recipe.parent))
@@ -99,7 +115,37 @@ def prepare(recipe: Recipe) -> Plan:
         device=device,
         autocast=_autocast(recipe, device),
         notes=targets.notes,
+        ranks=ranks,
     )
+
+
+def own_device(name: str, ranks: Ranks) -> torch.device:
+    """The device of a name; of several processes on GPUs, each takes the one of its number.
+
+    Raises:
+        DeviceError: no such device on this machine.
+        RecipeError: one GPU for several processes.
+    """
+    if ranks.size == 1:
+        return choose_device(name)
+    kind, _, number = name.partition(":")
+    if number:
+        raise RecipeError(f"device {name} is one device, but {ranks.size} processes train: give {kind}, or auto")
+    if name == "auto":
+        kind = choose_device(name).type
+    return choose_device(kind if kind == "cpu" else f"{kind}:{ranks.local_rank}")
+
+
+def check_shares(stages: tuple[Stage, ...], ranks: Ranks) -> None:
+    """Raise RecipeError for batches that cannot be shared equally by the processes."""
+    for number, stage in enumerate(stages):
+        if stage.batch_size % ranks.size:
+            where = f"stages.{number}: " if len(stages) > 1 else ""
+            near = max(stage.batch_size // ranks.size, 1) * ranks.size
+            raise RecipeError(
+                f"{where}batch_size {stage.batch_size} cannot be shared equally by {ranks.size} processes: give a multiple, "
+                f"such as {near}"
+            )
 
 
 def stage_probabilities(recipe: Recipe, stage: Stage, names: tuple[str, ...]) -> dict[str, float]:

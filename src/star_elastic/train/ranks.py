@@ -19,13 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from star_elastic.errors import ElasticError
+from star_elastic.errors import ElasticError, StoppedElsewhere
 
 PATIENCE = timedelta(hours=1)  # how long processes wait for one that reads or writes a large checkpoint
-
-
-class StoppedElsewhere(ElasticError):
-    """Another process has told the user already what is wrong; this one ends without a word."""
 
 
 @dataclass(frozen=True)
@@ -117,27 +113,28 @@ class Ranks:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Run a block that may find a mistake of the user: where one process finds any, all end, and the main one tells it.
+        """Run a block that may fail: where it does on one process, all end, and the main one tells a mistake of the user.
 
         The block itself must not let the processes talk to each other.
 
         Raises:
             ElasticError: on the main process, what it or the first other process found.
             StoppedElsewhere: on the others.
+            Exception: where a process met anything else, there.
         """
-        found: ElasticError | None = None
+        found: Exception | None = None
         try:
             yield
-        except ElasticError as error:
+        except Exception as error:
             if self.size == 1:
                 raise
             found = error
-        told = [text for text in self.gather(str(found) if found else "") if text]
+        told = [text for text in self.gather("" if found is None else str(found) or type(found).__name__) if text]
         if not told:
             return
-        if not self.is_main:
-            raise StoppedElsewhere(told[0]) from None
-        raise found or ElasticError(told[0])
+        if found is not None and (self.is_main or not isinstance(found, ElasticError)):
+            raise found
+        raise ElasticError(told[0]) if self.is_main else StoppedElsewhere(told[0])
 
     def same(self, what: str, tensors: Iterable[Tensor]) -> None:
         """Raise RuntimeError unless all processes hold the same numbers, bit for bit: then they no longer train one model."""
@@ -148,6 +145,9 @@ class Ranks:
             digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
         if len(set(self.gather(digest.hexdigest()))) > 1:
             raise RuntimeError(f"internal error: the processes hold different {what}")
+
+
+ALONE = Ranks()
 
 
 @contextmanager

@@ -182,6 +182,9 @@ class Recipe(Section):
         ema: Decay of a running average of the weights, which is then what is written; None for none.
         freeze: Shell patterns of parameter names that are not trained.
         kl_chunk_tokens: Tokens whose logits exist at one time in the loss.
+        shard: How several processes share the models: ``full`` gives each a share of every large tensor; ``hybrid`` keeps a copy
+            in each group of processes, for less traffic between machines; ``off`` gives each a copy.
+        shard_group: Processes that share one copy in ``hybrid``; those of a machine by default.
         activation_checkpointing: Recompute each layer in the backward pass: less memory, about a third more time. ``auto`` does
             it in search stages, where masked copies of all layers would live until then.
         checkpoint_every: Steps between checkpoints of the run.
@@ -211,6 +214,8 @@ class Recipe(Section):
     ema: Decay = None
     freeze: tuple[Name, ...] = ()
     kl_chunk_tokens: PositiveInt = 1024
+    shard: Literal["full", "hybrid", "off"] = "full"
+    shard_group: PositiveInt | None = None
     activation_checkpointing: Switch = "auto"
     checkpoint_every: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2

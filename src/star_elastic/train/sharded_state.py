@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from star_elastic.errors import CheckpointError
 
@@ -55,6 +56,19 @@ def load_sharded(folder: Path, places: Mapping[str, Tensor]) -> dict[str, Tensor
             if isinstance(entry, TensorStorageMetadata)
         }
         dcp.load(dict(found), storage_reader=reader, no_dist=not dist.is_initialized())
+    return found
+
+
+def spread(tensors: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that every process holds in full, distributed as their places are; see ``load_sharded``."""
+    found = {}
+    for name, tensor in tensors.items():
+        place = places.get(name, places.get(name.rpartition(".")[0]))
+        if isinstance(place, DTensor) and place.shape == tensor.shape:
+            # Each process takes its part of its own tensor: nothing is sent.
+            on_device = tensor.to(place.device)
+            tensor = distribute_tensor(on_device, place.device_mesh, place.placements, src_data_rank=None)
+        found[name] = tensor
     return found
 
 

@@ -4,9 +4,9 @@ PyTorch's ``fully_shard`` does the work, one group per decoder layer; embedding,
 tied head is the embedding, and because the loss reads the head's matrix after the model has run. Lenses see nothing of it: a
 unit's tensors are whole by the time its forward runs.
 
-What is small stays whole everywhere: norms, biases, and the gates that a model keeps in fp32. So gates and norms are never rounded
-with the matrices beside them, and a group's tensors have one dtype, which ``fully_shard`` requires. Their gradients, like the
-width router's, are averaged by hand.
+What is small stays whole everywhere: norms, biases, and the gates that a model keeps in fp32. So gates and norms are never
+rounded with the matrices beside them, and a group's tensors have one dtype, which ``fully_shard`` requires. Their gradients,
+like the width router's, are averaged by hand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ How = Literal["full", "hybrid", "off"]
 
 @dataclass(frozen=True)
 class Sharded:
-    """A model and what the processes have to do together for it.
+    """A model, and what the processes have to do together for its gradients.
 
     Attributes:
         model: What was sharded.
@@ -40,7 +40,7 @@ class Sharded:
 
     model: ElasticModel
     ranks: Ranks
-    whole: tuple[nn.Parameter, ...]
+    whole: tuple[nn.Parameter, ...] = ()
 
     def begin_backward(self, is_last: bool) -> None:
         """Say before each backward pass whether it is a step's last: copies of the model need to hear of each other only then.
@@ -55,32 +55,57 @@ class Sharded:
         self.ranks.average(parameter.grad for parameter in self.whole if parameter.grad is not None)
 
 
-def shard(
-    model: ElasticModel, ranks: Ranks, how: How = "full", *, group: int | None = None, dtype: torch.dtype | None = None
-) -> Sharded:
-    """Spread a model over the processes, in place; every process holds the same weights before.
-
-    Afterwards, run the model through ``features`` or by calling it; ``model.model`` alone would not be gathered.
+def device_mesh(device: torch.device, ranks: Ranks, how: How, group: int | None = None) -> DeviceMesh | None:
+    """How the processes share a model; all of them call this together.
 
     Args:
-        model: A model that all processes have loaded.
+        device: Where they train.
         ranks: The processes.
         how: ``full``: every process holds its share. ``hybrid``: groups of processes hold a copy each, which saves traffic
             between machines. ``off``: every process holds everything.
         group: Processes that share one copy in ``hybrid``; those of a machine by default.
+
+    Returns:
+        A line of shares, or copies x shares; None where every process holds everything.
+    """
+    if ranks.size > 1 and device.type == "cuda":
+        torch.cuda.set_device(device)  # where fully_shard and NCCL work
+    if ranks.size == 1 or how == "off":
+        return None
+    if how == "full":
+        return init_device_mesh(device.type, (ranks.size,))
+    group = group or ranks.local_size
+    return init_device_mesh(device.type, (ranks.size // group, group), mesh_dim_names=("copies", "shares"))
+
+
+def check_group(ranks: Ranks, how: How, group: int | None) -> None:
+    """Raise RecipeError unless groups of ``hybrid`` divide the processes."""
+    if how == "hybrid" and ranks.size % (group := group or ranks.local_size):
+        raise RecipeError(
+            f"shard: hybrid puts {group} processes in a group, which do not divide {ranks.size} processes: "
+            "give a shard_group that does"
+        )
+
+
+def shard(model: ElasticModel, ranks: Ranks, mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Sharded:
+    """Spread a model over the processes, in place; every process holds the same weights before.
+
+    A model on the CPU moves to the mesh's device unit by unit, so that it never has to fit there whole. Afterwards, run it
+    through ``features`` or by calling it; ``model.model`` alone would not be gathered.
+
+    Args:
+        model: A model that all processes have loaded.
+        ranks: The processes.
+        mesh: Of ``device_mesh``.
         dtype: In which matrices of layers are gathered; the one in which autocast multiplies, so that nothing is rounded that
             would not be anyway. None keeps the weights' own.
-
-    Raises:
-        RecipeError: groups that do not divide the processes.
     """
     trained = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
-    if ranks.size == 1:
-        return Sharded(model, ranks, ())
-    if how == "off":
-        return Sharded(model, ranks, trained)
-    mesh = device_mesh(model.model.device.type, ranks, how, group)
+    if mesh is None:
+        return Sharded(model, ranks, trained if ranks.size > 1 else ())
     small = small_parameters(model)
+    for parameter in small:  # fully_shard leaves them where they are
+        parameter.data = parameter.data.to(mesh.device_type)
     layers = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     root = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for unit in model.layout.units:
@@ -100,25 +125,13 @@ def small_parameters(model: ElasticModel) -> set[nn.Parameter]:
     }
 
 
-def device_mesh(device: str, ranks: Ranks, how: How, group: int | None = None) -> DeviceMesh:
-    """The processes as a line, or as copies x shares.
-
-    Raises:
-        RecipeError: groups that do not divide the processes.
-    """
-    if how == "full":
-        return init_device_mesh(device, (ranks.size,))
-    group = group or ranks.local_size
-    if ranks.size % group:
-        raise RecipeError(f"shard: hybrid puts {group} processes in a group, which do not divide {ranks.size} processes")
-    return init_device_mesh(device, (ranks.size // group, group), mesh_dim_names=("copies", "shares"))
-
-
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
     """Scale gradients down to a norm, over all parameters and all processes; return the norm before."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    kinds = [[g for g in grads if isinstance(g, DTensor)], [g for g in grads if not isinstance(g, DTensor)]]
+    kinds: list[list[Tensor]] = [
+        [grad for grad in grads if isinstance(grad, DTensor) == spread] for spread in (True, False)
+    ]
     norms = [whole(nn.utils.get_total_norm(kind)) for kind in kinds if kind]
     total = norms[0] if len(norms) == 1 else torch.stack([norm.to(norms[0]) for norm in norms]).norm()
     scale = (largest / (total + 1e-6)).clamp(max=1.0)
