@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import load_file
 from search_runs import LENIENT, search_content, search_parent, write_recipe
 from test_train_loop import Killed, assert_same_weights, die, dying, metrics, timeless, train, weights
+from tiny import tiny_folder
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from star_elastic.budget import BudgetError
 from star_elastic.cli import main
+from star_elastic.demo.tokenizer import write_tokenizer
 from star_elastic.elastic import ElasticModel
 from star_elastic.errors import CheckpointError, RecipeError, ReservedNameError, UnknownNameError, WidthError
 from star_elastic.router import Router
@@ -198,6 +200,28 @@ def test_an_extended_search_is_followed_by_settling(recipe, tmp_path, monkeypatc
     report = train(recipe, *LENIENT, "router.max_extension=0.6")
     assert [line["phase"] for line in metrics(tmp_path / "out")] == ["search"] * 7 + ["settle"] * 5
     assert report.steps == 12 and len(asked) == 3
+
+
+def test_layers_may_choose_for_themselves(tmp_path, tmp_path_factory):
+    """Costs are those of the exported slices, whose layers differ."""
+    parent = tmp_path_factory.mktemp("deep") / "parent"
+    tiny_folder(parent, pattern="E*E", vocab_size=288)
+    write_tokenizer(parent)
+    content = search_content(parent, tmp_path)
+    content["budgets"] = {"full": {"params": 1.0}, "small": {"params": 0.87}}
+    content["router"] = {"axes": {"expert_ffn": [1, 0.5]}, "per_layer": ["expert_ffn"], "tolerance": 0.02}
+    content["stages"] = [
+        {"phase": "search", "steps": 30, "budgets_per_step": 2, "lr": 3e-3},
+        {"phase": "settle", "steps": 3},
+    ]
+    report = train(write_recipe(content, tmp_path))
+    small = ElasticConfig.load(tmp_path / "out").get("small")
+    assert sorted(small.layer_widths["expert_ffn"].values()) == [16, 32]
+    slice_checkpoint(tmp_path / "out", tmp_path / "small", small)
+    count = sum(tensor.numel() for name, tensor in weights(tmp_path / "small").items() if "correction_bias" not in name)
+    entry = report.submodels["small"]
+    assert count == entry.params == entry.choice.cost
+    assert entry.choice.cut == {f"expert_ffn.{layer}": small.layer_widths["expert_ffn"][layer] for layer in (0, 2)}
 
 
 @pytest.mark.parametrize("options", [("router.mode=straight_through",), ("router.loss=expected",)])

@@ -43,12 +43,12 @@ class Sample:
     Attributes:
         masks: With the router's graph behind them.
         leaves: The same numbers without it; they collect gradients.
-        budget_loss: How far the noise-free choice is from the budget, with its graph.
+        step: Search steps that were done then.
     """
 
     masks: dict[Key, Tensor]
     leaves: dict[Key, Tensor]
-    budget_loss: Tensor
+    step: int
 
 
 class Search:
@@ -113,7 +113,7 @@ class Search:
         drawn = self.router.sample(name, tau=tau, scale=scale, generator=self.noise, hard=hard)
         masks = self.router.masks(drawn)
         leaves = {key: mask.detach().requires_grad_() for key, mask in masks.items()}
-        return Sample(masks, leaves, self.budget_loss(name, step))
+        return Sample(masks, leaves, step)
 
     def budget_loss(self, name: str, step: int) -> Tensor:
         """How far the noise-free choice for a budget is from it, differentiable."""
@@ -123,13 +123,19 @@ class Search:
         return self.router.budget_loss(self.budgets[name], probabilities, self.options.tolerance)
 
     def backward(self, samples: Mapping[str, Sample]) -> None:
-        """Carry the gradients that the leaves have collected, and those of the budgets, into the router."""
+        """Carry the gradients that the leaves have collected into the router, and those of all budgets' losses.
+
+        The budget's loss needs no model, so that of *every* budget is taken at each step, its mean. With those of the drawn
+        budgets alone a budget that is not drawn for a while is carried away by the optimizer's momentum and the shared weights.
+        """
         for sample in samples.values():
             reached = [key for key, leaf in sample.leaves.items() if leaf.grad is not None]
             torch.autograd.backward(
-                [sample.masks[key] for key in reached] + [self.options.weight * sample.budget_loss / len(samples)],
-                [sample.leaves[key].grad for key in reached] + [torch.ones_like(sample.budget_loss)],
+                [sample.masks[key] for key in reached], [sample.leaves[key].grad for key in reached]
             )
+        step = max(sample.step for sample in samples.values())
+        losses = [self.budget_loss(name, step) for name in self.budgets]
+        (self.options.weight * torch.stack(losses).mean()).backward()
 
     def probabilities(self, name: str, step: int) -> Probabilities:
         """Noise-free, at the temperature and scale of a step."""

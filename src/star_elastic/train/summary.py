@@ -10,10 +10,12 @@ from dataclasses import asdict
 import torch
 
 from star_elastic import cost
+from star_elastic.combinations import axis_of
 from star_elastic.router_freeze import Frozen
 from star_elastic.submodel import ElasticConfig
 from star_elastic.train.prepare import Plan
 from star_elastic.train.report import Choice, Losses, SubmodelReport, TrainReport
+from star_elastic.train.search import key_text
 
 
 def summarise(
@@ -29,7 +31,7 @@ def summarise(
     entries = {}
     for name in plan.targets.names:
         submodel = elastic.get(name)
-        params = int(cost.params(plan.layout, submodel.widths, submodel.layers))
+        params = int(cost.params(plan.layout, submodel.keyed_widths, submodel.layers))
         entries[name] = SubmodelReport.of(
             params, mean_probability(plan, name), losses[name], choice(plan, frozen.get(name))
         )
@@ -66,7 +68,12 @@ def choice(plan: Plan, frozen: Frozen | None) -> Choice | None:
     if frozen is None:
         return None
     budget = plan.targets.budgets[frozen.budget]
-    cut = {axis: width for axis, width in frozen.submodel.widths.items() if axis in plan.targets.candidates}
+    chosen = frozen.submodel.completed(plan.layout)
+    cut = {
+        key_text(key): width
+        for key, width in chosen.keyed_widths.items()
+        if axis_of(key) in plan.targets.candidates and key not in chosen.layer_widths
+    }
     if "depth" in plan.targets.candidates:
         kept = frozen.submodel.layers
         cut["depth"] = plan.layout.num_layers if kept is None else len(kept)
