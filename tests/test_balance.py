@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_llama, tiny_model, tiny_qwen3_moe
+from safetensors.torch import load_file
+from tiny import tiny_folder, tiny_llama, tiny_model, tiny_qwen3_moe
 
+from star_elastic.demo.tokenizer import write_tokenizer
 from star_elastic.elastic import ElasticModel
 from star_elastic.errors import RecipeError
 from star_elastic.submodel import Submodel
+from star_elastic.train import models, train_family
 from star_elastic.train.balance import ExpertBalance
+from star_elastic.train.recipe import Recipe
+from star_elastic.train.state import RunFolder
 
 STEP = 0.01
 
@@ -173,3 +178,84 @@ def test_models_without_a_bias_to_move_are_refused():
         with pytest.raises(RecipeError, match=f"balance_experts: .*{why}") as caught:
             ExpertBalance(ElasticModel(model), STEP)
         assert "\n" not in str(caught.value)
+
+
+# In a training run
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    parent = tiny_folder(tmp_path / "parent", pattern="ME*E", vocab_size=288)
+    write_tokenizer(parent)
+    (tmp_path / "text.txt").write_text("Some text to read, line after line.\n" * 60)
+    content = {
+        "parent": str(parent),
+        "output": str(tmp_path / "out"),
+        "submodels": {"full": {}, "small": {"widths": {"experts": 4}}},
+        "data": {"sources": [{"path": str(tmp_path / "text.txt")}]},
+        "sequence_length": 16,
+        "batch_size": 2,
+        "steps": 8,
+        "optimizer": {"lr": 1e-3, "warmup_steps": 2},
+        "balance_experts": {"step": STEP},
+        "checkpoint_every": 3,
+        "precision": "fp32",
+        "device": "cpu",
+    }
+    return Recipe.model_validate(content)
+
+
+def stored_biases(folder):
+    tensors = load_file(folder / "model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if name.endswith("correction_bias")}
+
+
+def test_a_run_moves_biases_by_whole_steps_and_resumes_exactly(recipe, tmp_path, monkeypatch):
+    train_family(recipe, progress=False)
+    before, after = stored_biases(recipe.parent), stored_biases(tmp_path / "out")
+    for name, bias in after.items():
+        steps = (bias - before[name]) / STEP
+        assert steps.any() and steps.abs().max() < 8.01
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "log", stopping(5))
+        with pytest.raises(Stopped):
+            train_family(recipe, [f"output={tmp_path / 'half'}"], progress=False)
+    train_family(recipe, [f"output={tmp_path / 'half'}"], progress=False, resume=True)
+    for name, bias in stored_biases(tmp_path / "half").items():
+        assert torch.equal(bias, after[name]), name
+
+
+class Stopped(Exception):
+    pass
+
+
+def stopping(step):
+    def log(self, line):
+        if line["step"] == step:
+            raise Stopped
+
+    return log
+
+
+def test_without_the_key_biases_stay(recipe, tmp_path):
+    train_family(recipe, ["balance_experts=null", "steps=3"], progress=False)
+    before = stored_biases(recipe.parent)
+    for name, bias in stored_biases(tmp_path / "out").items():
+        assert torch.equal(bias, before[name]), name
+
+
+def test_a_run_of_a_model_without_a_bias_is_refused_before_weights_are_loaded(recipe, tmp_path, monkeypatch):
+    parent = tmp_path / "softmax"
+    tiny_qwen3_moe(vocab_size=288).save_pretrained(parent)
+    write_tokenizer(parent)
+    monkeypatch.setattr(models, "load_model", None)
+    with pytest.raises(RecipeError, match="balance_experts: nothing to move in a model of family qwen3_moe"):
+        train_family(recipe, [f"parent={parent}", "submodels={full: {}}"], progress=False)
+
+
+def test_learned_widths_are_balanced_too(recipe, tmp_path):
+    changes = ["submodels=null", "budgets={full: {params: 1.0}, small: {params: 80%}}", "router.max_extension=50"]
+    train_family(recipe, [*changes, "router.axes={experts: [0.5, 1.0]}", "router.tolerance=0.3"], progress=False)
+    before = stored_biases(recipe.parent)
+    assert all((bias - before[name]).any() for name, bias in stored_biases(tmp_path / "out").items())

@@ -9,8 +9,9 @@ keeps, and only their biases move; the errors of all are added before the sign i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -98,6 +99,15 @@ class ExpertBalance:
         for router in routers:
             got = counts[router.unit.module][router.kept]
             self._missing[router.unit.module][router.kept] += got.mean() - got
+
+    def around(self, view: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[None]]:
+        """The same view of the model, counting."""
+        return functools.partial(self._around, view)
+
+    @contextmanager
+    def _around(self, view: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        with view(), self.counting():
+            yield
 
     @torch.no_grad()
     def update(self) -> None:

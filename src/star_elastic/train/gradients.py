@@ -13,7 +13,7 @@ from star_elastic.elastic import ElasticModel
 from star_elastic.train.data import Batch
 from star_elastic.train.ranks import ALONE, Ranks
 from star_elastic.train.sharding import Sharded
-from star_elastic.train.teacher import Teacher, autocast
+from star_elastic.train.teacher import Teaches, autocast
 
 View = Callable[[], AbstractContextManager[Any]]
 """Opens a block inside which the student computes as one nested model."""
@@ -21,7 +21,7 @@ View = Callable[[], AbstractContextManager[Any]]
 
 def distil(
     student: ElasticModel,
-    teacher: Teacher,
+    teacher: Teaches,
     batch: Batch,
     views: Mapping[str, View],
     *,

@@ -15,12 +15,13 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from star_elastic.checkpoint import target_folder
@@ -30,10 +31,14 @@ from star_elastic.progress import progress_bar
 from star_elastic.router_freeze import BudgetMissed, Frozen
 from star_elastic.train import models
 from star_elastic.train import state as saved
+from star_elastic.train.balance import ExpertBalance
+from star_elastic.train.batches import stage_loader
 from star_elastic.train.curriculum import BudgetSampler
-from star_elastic.train.data import Batch, pad_token, training_loader
+from star_elastic.train.data import Batch
 from star_elastic.train.gradients import View, distil
 from star_elastic.train.interrupt import StopRequest
+from star_elastic.train.live import LiveTable
+from star_elastic.train.metrics import Metrics, check_trackers
 from star_elastic.train.output import write_family
 from star_elastic.train.prepare import Plan, prepare
 from star_elastic.train.ranks import joined
@@ -45,7 +50,8 @@ from star_elastic.train.sharding import clip_gradients, device_mesh, gather_into
 from star_elastic.train.stages import Position, Stage
 from star_elastic.train.state import RunFolder
 from star_elastic.train.summary import memory_bytes, summarise, with_choices
-from star_elastic.train.teacher import Teacher
+from star_elastic.train.teacher import Teacher, Teaches
+from star_elastic.train.teacher_cache import CachedTeacher, check_cache
 
 
 class TrainingStopped(ElasticError, RuntimeError):
@@ -85,15 +91,19 @@ def train_family(
             recipe = override(recipe, overrides) if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
             run = RunFolder(recipe, ranks)
             run.check(resume)
+            check_trackers(recipe.track, recipe.output)
             plan = prepare(recipe, ranks)
+            if recipe.teacher_cache is not None:
+                check_cache(recipe.teacher_cache, plan)
         shown = progress and ranks.is_main
         with run.open(), _own_randomness(plan.device):
             trainer = Trainer(plan, run)
             if resume:
                 trainer.restore()
-            with StopRequest() as stop:
+            with StopRequest() as stop, closing(trainer.metrics):
                 trainer.train(stop, shown)
             report = trainer.finish()
+            trainer.metrics.keep_events(recipe.output)
         run.remove()
     if shown:
         report.print()
@@ -120,11 +130,11 @@ class Trainer:
         self.plan, self.run, self.ranks, recipe = plan, run, plan.ranks, plan.recipe
         mesh = device_mesh(plan.device, plan.ranks, recipe.shard, recipe.shard_group)
         with plan.ranks.agreed(), plan.ranks.in_turn():
-            teacher, self.student = models.load_teacher(plan), models.load_student(plan)
-            self.stored = models.stored_dtypes(teacher.model)
-            shard(teacher, plan.ranks, mesh, plan.autocast)
+            self.teacher, self.stored = _teacher(plan, mesh)
+            self.student = models.load_student(plan)
             self.sharded = shard(self.student, plan.ranks, mesh, plan.autocast)
-        self.teacher = Teacher(teacher, recipe.kl_chunk_tokens)
+        balance = recipe.balance_experts
+        self.balance = None if balance is None else ExpertBalance(self.student, balance.step, plan.ranks)
         self.optimizer = models.build_optimizer(self.student.model, recipe)
         self.average = None if recipe.ema is None else models.Average(self.student.model, recipe.ema)
         self.search = Search(plan) if plan.targets.budgets else None
@@ -134,7 +144,8 @@ class Trainer:
         self.position = Position()
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.after_step: list[Callable[[Trainer], None]] = []
-        self.log: Callable[[dict[str, Any]], None] = run.log
+        self.metrics = Metrics(run, recipe.track, self.student.config.provenance["training"]["recipe"])
+        self.log: Callable[[dict[str, Any]], None] = self.metrics.log
         self.loader: StatefulDataLoader
         self._batches: Iterator[Batch]
         self._enter_stage(None)
@@ -164,7 +175,9 @@ class Trainer:
         """
         recipe = self.plan.recipe
         self._close_stage()  # of a run that stopped because its budgets were missed
-        with progress_bar("training", self._tokens_left(), "tokens", shown=progress) as advance:
+        table = LiveTable(self.plan.targets.names)
+        self.metrics.listeners.append(table.add)
+        with progress_bar("training", self._tokens_left(), "tokens", shown=progress, above=table) as advance:
             while not self.done:
                 tokens = self.stage.tokens_per_step
                 self._step(next(self._batches))
@@ -297,9 +310,10 @@ class Trainer:
         return {name: self.search.sample(name, self.search_step) for name in names}
 
     def _views(self, names: list[str], samples: dict[str, Sample]) -> dict[str, View]:
-        if not samples:
-            return {name: functools.partial(self.student.at, name) for name in names}
-        return {name: functools.partial(self.student.masked, sample.leaves) for name, sample in samples.items()}
+        views: dict[str, View] = {name: functools.partial(self.student.at, name) for name in names}
+        for name, sample in samples.items():
+            views[name] = functools.partial(self.student.masked, sample.leaves)
+        return views if self.balance is None else {name: self.balance.around(view) for name, view in views.items()}
 
     def _update(self, names: list[str], samples: dict[str, Sample]) -> dict[str, Tensor]:
         """Step weights, and the router while it learns, along the gradients; return their norms before clipping."""
@@ -318,6 +332,8 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.update(self.student.model)
+        if self.balance is not None:
+            self.balance.update()
         return norms
 
     def _set_rates(self) -> float:
@@ -383,15 +399,7 @@ class Trainer:
         self.sampler.reweigh(self.plan.probabilities[min(self.position.stage, len(self.plan.stages) - 1)])
         if before is not None and stage.reads_like(before):
             return
-        self.loader = training_loader(
-            self.plan.documents,
-            recipe.data,
-            length=stage.sequence_length,
-            batch_size=stage.batch_size,
-            seed=recipe.seed,
-            pad=pad_token(self.plan.tokenizer),
-            after=None if before is None else self.loader,
-        )
+        self.loader = stage_loader(self.plan, stage, None if before is None else self.loader)
         self._batches = iter(self.loader)
 
     def _freeze(self, frozen: dict[str, Frozen]) -> None:
@@ -415,6 +423,17 @@ class Trainer:
             f"{what} is {value.item()} at step {self.step + 1}, submodel {submodel!r}, {rows}; {kept}; "
             "begin a new run with a lower optimizer.lr, or precision=fp32"
         )
+
+
+def _teacher(plan: Plan, mesh: DeviceMesh | None) -> tuple[Teaches, dict[str, torch.dtype]]:
+    """Whom the student learns from, and in which dtypes the parent is stored."""
+    chunk, cache = plan.recipe.kl_chunk_tokens, plan.recipe.teacher_cache
+    if cache is not None:
+        return CachedTeacher(cache, chunk), models.parent_dtypes(plan)
+    model = models.load_teacher(plan)
+    stored = models.stored_dtypes(model.model)
+    shard(model, plan.ranks, mesh, plan.autocast)
+    return Teacher(model, chunk), stored
 
 
 def _own_randomness(device: torch.device) -> AbstractContextManager[None]:

@@ -42,6 +42,11 @@ def stored_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in model_tensors(model).items()}
 
 
+def parent_dtypes(plan: Plan) -> dict[str, torch.dtype]:
+    """The same for a run that keeps no teacher: the parent is loaded, looked at, and let go."""
+    return stored_dtypes(load_model(plan.recipe.parent, device=torch.device("meta")))
+
+
 def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     """AdamW over what is trained; parameters that are spread over processes are a group of their own, as torch requires."""
     options = recipe.optimizer
@@ -68,6 +73,8 @@ def provenance(plan: Plan) -> ElasticConfig:
     for source in recipe["data"]["sources"]:
         if source["path"] is not None:
             source["path"] = Path(source["path"]).resolve().name
+    if recipe["teacher_cache"] is not None:
+        recipe["teacher_cache"] = Path(recipe["teacher_cache"]).resolve().name
     for budget in (recipe["budgets"] or {}).values():
         if budget["table"] is not None:
             budget["table"] = Path(budget["table"]).name

@@ -15,6 +15,7 @@ from star_elastic.layout import Layout
 from star_elastic.loading import choose_device
 from star_elastic.rewrite import locate
 from star_elastic.submodel import ElasticConfig, open_elastic
+from star_elastic.train.balance import bias_rows
 from star_elastic.train.data import open_documents
 from star_elastic.train.documents import Documents, load_tokenizer
 from star_elastic.train.ranks import ALONE, Ranks
@@ -93,6 +94,8 @@ def prepare(recipe: Recipe, ranks: Ranks = ALONE) -> Plan:
     stages = recipe.schedule
     check_shares(stages, ranks)
     check_group(ranks, recipe.shard, recipe.shard_group)
+    if recipe.balance_experts is not None:
+        bias_rows(layout)
     probabilities = tuple(stage_probabilities(recipe, stage, targets.names) for stage in stages)
     frozen = frozen_parameters(layout, recipe.freeze)
     locate(layout, Checkpoint.open(recipe.parent))

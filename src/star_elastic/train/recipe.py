@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from star_elastic.errors import nearest
+from star_elastic.train.recipe_options import BalanceRecipe, Tracker
 from star_elastic.train.recipe_search import BudgetRecipe, RouterRecipe, StageRecipe
 from star_elastic.train.recipe_types import (
     Beta,
@@ -182,6 +183,8 @@ class Recipe(Section):
         ema: Decay of a running average of the weights, which is then what is written; None for none.
         freeze: Shell patterns of parameter names that are not trained.
         kl_chunk_tokens: Tokens whose logits exist at one time in the loss.
+        teacher_cache: What ``cache-teacher`` wrote for this recipe; the teacher is then not loaded.
+        balance_experts: Move the experts' selection bias towards even loads; None leaves it as it is.
         shard: How several processes share the models: ``full`` gives each a share of every large tensor; ``hybrid`` keeps a copy
             in each group of processes, for less traffic between machines; ``off`` gives each a copy.
         shard_group: Processes that share one copy in ``hybrid``; those of a machine by default.
@@ -190,6 +193,7 @@ class Recipe(Section):
         checkpoint_every: Steps between checkpoints of the run.
         keep_checkpoints: How many of the latest to keep.
         log_every: Steps between lines of ``metrics.jsonl``.
+        track: Where metrics go besides: ``tensorboard``, ``wandb``, or both.
         seed: Seed of the data order, of the choice of submodels, of the router and of torch.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ...
     """
@@ -214,12 +218,15 @@ class Recipe(Section):
     ema: Decay = None
     freeze: tuple[Name, ...] = ()
     kl_chunk_tokens: PositiveInt = 1024
+    teacher_cache: Folder | None = None
+    balance_experts: BalanceRecipe | None = None
     shard: Literal["full", "hybrid", "off"] = "full"
     shard_group: PositiveInt | None = None
     activation_checkpointing: Switch = "auto"
     checkpoint_every: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2
     log_every: PositiveInt = 1
+    track: tuple[Tracker, ...] = ()
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     device: str = "auto"
 

@@ -152,8 +152,11 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather_into(target: nn.Module | None, source: nn.Module) -> None:
-    """Copy the parameters of a sharded model, one after the other, into a whole one; only the main process has a target."""
+    """Copy the weights of a sharded model, one after the other, into a whole one; only the main process has a target."""
     for name, parameter in source.named_parameters():
         tensor = whole(parameter)
         if target is not None:
             target.get_parameter(name).copy_(tensor)
+    if target is not None:
+        for name, buffer in source.named_buffers():  # every process has them whole
+            target.get_buffer(name).copy_(buffer)

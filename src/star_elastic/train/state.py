@@ -37,7 +37,9 @@ from star_elastic.train.recipe import Recipe
 from star_elastic.train.sharded_state import load_sharded, save_sharded, spread
 
 # What may differ between a run and its resumption: it does not touch a single number of the result.
-FREE_KEYS = frozenset({"checkpoint_every", "keep_checkpoints", "log_every", "output", "device", "shard", "shard_group"})
+FREE_KEYS = frozenset(
+    {"checkpoint_every", "keep_checkpoints", "log_every", "track", "output", "device", "shard", "shard_group"}
+)
 SHARDS = "shards"  # folder in a checkpoint
 SPREAD = ("model", "optimizer", "average")  # what lies there, instead of in files of these names
 

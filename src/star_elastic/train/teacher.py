@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,16 @@ from torch import Tensor
 from star_elastic.elastic import ElasticModel
 from star_elastic.train.data import Batch
 from star_elastic.train.distill import chunked_kl
+
+
+class Teaches(Protocol):
+    """Whom a student learns from."""
+
+    def answer(self, batch: Batch) -> Any:
+        """What there is to learn about a batch."""
+
+    def distance(self, answer: Any, student: ElasticModel, batch: Batch) -> Tensor:
+        """How far the student, through the lens in force, is from an answer to the same batch; a scalar."""
 
 
 class Teacher:
