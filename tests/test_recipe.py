@@ -9,10 +9,13 @@ import pytest
 
 from star_elastic.errors import RecipeError
 from star_elastic.train.recipe import (
+    BudgetRecipe,
     DataRecipe,
     OptimizerRecipe,
     Recipe,
+    RouterRecipe,
     SourceRecipe,
+    StageRecipe,
     SubmodelRecipe,
     load_recipe,
     override,
@@ -186,6 +189,7 @@ def test_the_docs_explain_every_key():
     root = Path(__file__).parent.parent / "docs/how-to"
     train, data = ((root / name).read_text(encoding="utf-8") for name in ("train.md", "data.md"))
     keys = [*Recipe.model_fields, *(f"optimizer.{key}" for key in OptimizerRecipe.model_fields), *SubmodelRecipe.model_fields]
+    keys += [*(f"router.{key}" for key in RouterRecipe.model_fields), *BudgetRecipe.model_fields, *StageRecipe.model_fields]
     assert [key for key in keys if f"`{key}`" not in train and key != "optimizer"] == []
     assert [key for key in (*DataRecipe.model_fields, *SourceRecipe.model_fields) if key not in data] == []
     lr = OptimizerRecipe()

@@ -115,7 +115,7 @@ def test_an_empty_output_is_refused(tmp_path):
         ("steps: 100\noptimizer: {warmup_steps: 1.0}", "optimizer.warmup_steps = 1.0: should be a valid integer"),
         ("steps: 100\noptimizer: {lr: true}", "optimizer.lr = True: should be a number"),
         ("steps: 100\noptimizer: {betas: [0.9, false]}", "optimizer.betas.1 = False: should be a number"),
-        ("steps: 100\nactivation_checkpointing: 1", "activation_checkpointing = 1: should be a valid boolean"),
+        ("steps: 100\nactivation_checkpointing: 1", "activation_checkpointing = 1: should be true, false or auto"),
     ],
 )
 def test_a_value_of_another_kind_is_not_taken_for_a_number(tmp_path, line, message):

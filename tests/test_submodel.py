@@ -42,7 +42,7 @@ def folder_with(parent: Path, tmp_path: Path, elastic: str | None = None, **conf
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 2}, "format_version 2; this version of star-elastic reads 1"),
+        ({"format_version": 3}, "format_version 3; this version of star-elastic reads 1 and 2"),
         ({"format_version": True}, "format_version True"),
         ({"format_version": 1.0}, "format_version 1.0"),
         ({"family": "llama"}, "is for family 'llama', config.json for 'nemotron_h'"),

@@ -34,7 +34,7 @@ from star_elastic.errors import (
 )
 from star_elastic.slice import slice_checkpoint
 from star_elastic.submodel import ElasticConfig, Submodel
-from star_elastic.train import load_recipe, loop, train_family
+from star_elastic.train import load_recipe, loop, models, teacher, train_family
 from star_elastic.train.curriculum import BudgetSampler
 from star_elastic.train.data import open_documents, training_loader
 from star_elastic.train.documents import load_tokenizer
@@ -93,7 +93,7 @@ def metrics(folder):
 
 
 def timeless(lines):
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+    return [{key: value for key, value in line.items() if key not in ("tokens_per_second", "memory_bytes")} for line in lines]
 
 
 def weights(folder):
@@ -396,9 +396,9 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_checkpoint(recipe, tmp_
         calls.append(1)
         return original(*args) * (float("nan") if len(calls) == 8 else 1.0)
 
-    original = loop.chunked_kl
-    monkeypatch.setattr(loop, "chunked_kl", broken)
-    with pytest.raises(TrainingStopped, match=r"loss is nan at step 8, submodel '(full|small)'; .*step-00000005") as caught:
+    original = teacher.chunked_kl
+    monkeypatch.setattr(teacher, "chunked_kl", broken)
+    with pytest.raises(TrainingStopped, match=r"loss is nan at step 8, submodel '(full|small)', rows 14 to 15 of stage 0; .*step-00000005") as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -407,7 +407,7 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_checkpoint(recipe, tmp_
 
 
 def test_an_infinite_gradient_stops_too(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(float("inf")))
+    monkeypatch.setattr(loop, "clip_gradients", lambda *args: torch.tensor(float("inf")))
     with pytest.raises(TrainingStopped, match="gradient norm is inf at step 1.*no checkpoint yet"):
         train(recipe)
 
@@ -436,7 +436,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_no_folder(recipe, t
 def test_a_folder_that_was_there_before_the_run_is_not_removed(recipe, tmp_path, monkeypatch):
     (tmp_path / "out.run").mkdir()
     (tmp_path / "out.run/mine").write_text("keep")
-    monkeypatch.setattr(loop, "chunked_kl", lambda *args: torch.tensor(float("nan")))
+    monkeypatch.setattr(teacher, "chunked_kl", lambda *args: torch.tensor(float("nan"), requires_grad=True))
     with pytest.raises(TrainingStopped, match="no checkpoint yet"):
         train(recipe)
     assert (tmp_path / "out.run/mine").read_text() == "keep"
@@ -488,7 +488,7 @@ def no_loading(monkeypatch):
     def load(*args, **options):
         raise AssertionError("weights were loaded before the checks were done")
 
-    monkeypatch.setattr(loop, "load_model", load)
+    monkeypatch.setattr(models, "load_model", load)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,18 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from star_elastic.errors import UnknownNameError, WidthError, nearest
 
 DEPTH = "depth"
 """The axis whose members are layers; a nested model names those that it keeps instead of a width."""
+
+AxisWidths = Mapping[str, Any]
+"""Axis name -> width: an int, or any number that multiplies and adds, such as a tensor that carries a gradient."""
+
+Widths = AxisWidths | Mapping[str | tuple[str, int], Any]
+"""Widths of a whole model: by axis, or by ``(axis, layer)`` where layers differ, as masks are keyed."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,18 @@ class Coupling:
         below = [width for width in fitting if width < widths[axis.name]][-1:]
         above = [width for width in fitting if width > widths[axis.name]][:1]
         return f"{axis.name} {' and '.join(str(width) for width in below + above)}" if below or above else ""
+
+
+def widths_of(widths: Widths, layer: int | None) -> AxisWidths:
+    """The widths by axis that hold in one layer (None: outside the stack): the layer's own before the shared ones.
+
+    Example:
+        >>> widths_of({"hidden": 48, "ffn": 32, ("ffn", 3): 16}, 3)
+        {'hidden': 48, 'ffn': 16}
+    """
+    shared = {key: width for key, width in widths.items() if isinstance(key, str)}
+    own = {key[0]: width for key, width in widths.items() if isinstance(key, tuple) and key[1] == layer}
+    return shared | own
 
 
 def check_widths(axes: Mapping[str, Axis], widths: Mapping[str, int]) -> None:

@@ -10,6 +10,7 @@ import yaml
 
 from star_elastic import cost
 from star_elastic.layout import Layout
+from star_elastic.per_layer import LayerWidths, by_width, span
 from star_elastic.submodel import FULL, Submodel
 from star_elastic.units import format_bytes, format_count
 from star_elastic.version import VERSION
@@ -32,7 +33,7 @@ def slice_card(
 
     Args:
         layout: the parent's table.
-        submodel: what was kept of it.
+        submodel: what was kept of it, in its full spelling.
         title: name of the slice, for the heading.
         parent: name of the parent.
         nbytes: bytes of the slice's weights.
@@ -40,7 +41,7 @@ def slice_card(
         named: the submodel's name in the parent's family, where it has one.
         trained: whether the family was trained for its named submodels.
     """
-    widths = layout.complete(submodel.widths)
+    widths = submodel.keyed_widths
     total = cost.params(layout, widths, submodel.layers)
     active = cost.active_params(layout, widths, submodel.layers)
     which = f"nested model `{named}`" if named and named != FULL else "nested model"
@@ -59,7 +60,7 @@ def slice_card(
         f"| active per token | {format_count(active)} ({active:,}) | {_count(cost.active_params(layout, {}))} |",
         *_width_lines(layout, submodel),
         f"\nThe weights take {format_bytes(nbytes)} ({nbytes:,} bytes).\n",
-        usage(title),
+        per_layer_usage(title, submodel.layer_widths) if submodel.layer_widths else usage(title),
         licence_text(parent, licence),
     ]
     return "\n".join(lines)
@@ -99,6 +100,30 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 """
 
 
+def per_layer_usage(title: str, layer_widths: LayerWidths) -> str:
+    """How to run a folder whose layers differ in width, and how they differ by the parent's layers."""
+    axes = "\n".join(f"- {axis}: {by_width(own)}" for axis, own in layer_widths.items())
+    return f"""## Use
+
+The layers of this model differ in width, which no transformers config can say: transformers refuses the folder, and star-elastic
+loads it.
+
+```python
+from star_elastic import ElasticModel
+from transformers import AutoTokenizer
+
+model = ElasticModel.from_pretrained("{title}")
+tokenizer = AutoTokenizer.from_pretrained("{title}")
+inputs = tokenizer("Hello", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+```
+
+Widths by the parent's layers (`elastic.json` has them by this model's):
+
+{axes}
+"""
+
+
 def licence_text(parent: str, licence: Mapping[str, Any]) -> str:
     """Where the licence comes from."""
     name = licence.get("license_name") or licence.get("license")
@@ -118,7 +143,8 @@ def read_licence(folder: Path) -> dict[str, Any]:
 
 
 def _width_lines(layout: Layout, submodel: Submodel) -> list[str]:
-    widths = layout.complete(submodel.widths)
+    widths: dict[str, Any] = dict(layout.complete(submodel.widths))
+    widths |= {axis: span(own) for axis, own in submodel.layer_widths.items()}
     lines = [f"| {name} | {widths[name]} | {axis.size} |" for name, axis in layout.width_axes.items()]
     kept = len(submodel.layers) if submodel.layers is not None else layout.num_layers
     return [*lines, f"| layers | {kept} | {layout.num_layers} |"]

@@ -1,16 +1,19 @@
 """What a nested model costs: exact parameter counts and bytes, read from the table.
 
 Every function takes widths that may be numbers or tensors: counts are polynomials of the widths, exact at whole numbers and
-differentiable in between, so that a router can be trained on them. ``layers`` says which decoder layers count: None for all, a
+differentiable in between, so that a router can be trained on them. They are keyed by axis, and by ``(axis, layer)`` where layers
+differ: a layer's own width comes before the shared one. ``layers`` says which decoder layers count: None for all, a
 sequence of kept layers, or a mapping from layer to a weight (a depth gate in [0, 1]).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from star_elastic.layout import Layout, Row, Unit, Widths
+from star_elastic.axes import AxisWidths, Widths, widths_of
+from star_elastic.layout import Layout, Row, Unit
 
 Layers = Sequence[int] | Mapping[int, Any] | None
 
@@ -20,7 +23,7 @@ NVFP4_BLOCK = 16  # numbers that share one E4M3 scale, along the input dimension
 
 def params(layout: Layout, widths: Widths, layers: Layers = None) -> Any:
     """Number of parameters: every trainable tensor once; buffers and tied aliases not at all."""
-    return sum(weight * row.numel(widths) for _, row, weight in _parameters(layout, layers))
+    return sum(weight * row.numel(own) for _, row, own, weight in _parameters(layout, widths, layers))
 
 
 def active_params(layout: Layout, widths: Widths, layers: Layers = None, *, embedding: bool = True) -> Any:
@@ -33,11 +36,11 @@ def active_params(layout: Layout, widths: Widths, layers: Layers = None, *, embe
         embedding: whether the input embedding counts.
     """
     total: Any = 0
-    for unit, row, weight in _parameters(layout, layers):
+    for unit, row, own, weight in _parameters(layout, widths, layers):
         if unit.kind == "embedding" and not embedding:
             continue
-        used = {**widths, **dict.fromkeys(row.dims[0].axes, layout.top_k)} if row.routed else widths
-        total = total + weight * row.numel(used)
+        used = layout.top_k * math.prod(row.cut_shape(own)[1:]) if row.routed else row.numel(own)
+        total = total + weight * used
     return total
 
 
@@ -53,9 +56,9 @@ def weight_bytes(layout: Layout, widths: Widths, layers: Layers = None, dtype: s
             that transformers keeps in fp32 count 4 bytes a number in every format.
     """
     total: Any = 0
-    for _, row, weight in _rows(layout, layers):
+    for _, row, own, weight in _rows(layout, widths, layers):
         if row.alias is None:
-            stored = row.numel(widths) * bytes_per_number(row, dtype) + scale_bytes(row, widths, dtype)
+            stored = row.numel(own) * bytes_per_number(row, dtype) + scale_bytes(row, own, dtype)
             total = total + weight * stored
     return total
 
@@ -69,7 +72,7 @@ def bytes_per_number(row: Row, dtype: str) -> float:
     return 1 if dtype == "fp8" else 0.5 + 1 / NVFP4_BLOCK
 
 
-def scale_bytes(row: Row, widths: Widths, dtype: str) -> Any:
+def scale_bytes(row: Row, widths: AxisWidths, dtype: str) -> Any:
     """Bytes of fp32 tensor scales: one for the weight and one for its input, per stored matrix."""
     if dtype not in row.formats:
         return 0
@@ -99,31 +102,32 @@ def memory_bytes(
 
 def _state_bytes(layout: Layout, widths: Widths, layers: Layers, itemsize: int, per_token: bool) -> Any:
     total: Any = 0
-    for unit, weight in _units(layout, layers):
+    for unit, own, weight in _units(layout, widths, layers):
         for state in unit.states:
             if state.per_token == per_token:
                 numbers: Any = 1
                 for dim in state.dims:
-                    numbers = numbers * dim.width(widths)
+                    numbers = numbers * dim.width(own)
                 total = total + weight * numbers * (state.itemsize or itemsize)
     return total
 
 
-def _units(layout: Layout, layers: Layers) -> Iterator[tuple[Unit, Any]]:
+def _units(layout: Layout, widths: Widths, layers: Layers) -> Iterator[tuple[Unit, AxisWidths, Any]]:
+    """Units that count, each with the widths that hold in it and its weight."""
     weights = layers if isinstance(layers, Mapping) or layers is None else dict.fromkeys(layers, 1)
     for unit in layout.units:
         weight = 1 if weights is None or unit.layer is None else weights.get(unit.layer, 0)
         if not (isinstance(weight, int) and weight == 0):
-            yield unit, weight
+            yield unit, widths_of(widths, unit.layer), weight
 
 
-def _rows(layout: Layout, layers: Layers) -> Iterator[tuple[Unit, Row, Any]]:
-    for unit, weight in _units(layout, layers):
+def _rows(layout: Layout, widths: Widths, layers: Layers) -> Iterator[tuple[Unit, Row, AxisWidths, Any]]:
+    for unit, own, weight in _units(layout, widths, layers):
         for row in unit.rows:
-            yield unit, row, weight
+            yield unit, row, own, weight
 
 
-def _parameters(layout: Layout, layers: Layers) -> Iterator[tuple[Unit, Row, Any]]:
-    for unit, row, weight in _rows(layout, layers):
+def _parameters(layout: Layout, widths: Widths, layers: Layers) -> Iterator[tuple[Unit, Row, AxisWidths, Any]]:
+    for unit, row, own, weight in _rows(layout, widths, layers):
         if not row.buffer and row.alias is None:
-            yield unit, row, weight
+            yield unit, row, own, weight

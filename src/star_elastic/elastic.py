@@ -18,14 +18,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from star_elastic.checkpoint import Checkpoint, target_folder
-from star_elastic.errors import ElasticError
+from star_elastic.errors import ElasticError, nearest
 from star_elastic.families import FAMILIES, layout_of
 from star_elastic.layout import Layout
 from star_elastic.lens_masked import MaskedLens
 from star_elastic.lens_sliced import SlicedLens
 from star_elastic.loading import transformers_reads
+from star_elastic.loading_per_layer import load_per_layer
 from star_elastic.masks import Masks
+from star_elastic.per_layer import own_table
 from star_elastic.rewrite import locate
+from star_elastic.routing import ActiveRouter
 from star_elastic.skeleton import check_tied, compare_shapes
 from star_elastic.submodel import ElasticConfig, Submodel, check_named, open_elastic, read_json
 from star_elastic.switch import Lens, install
@@ -64,6 +67,8 @@ class ElasticModel(nn.Module):
             )
         self.layout: Layout = layout_of({**model.config.to_dict(), "dtype": str(model.dtype)})
         self.config = config or ElasticConfig(family=self.layout.family)
+        if self.config.own_widths:
+            self.layout = own_table(self.layout, self.config.own_widths)
         self.config.check(self.layout)
         compare_shapes(model, self.layout, Submodel())
         check_tied(model, self.layout)
@@ -86,21 +91,25 @@ class ElasticModel(nn.Module):
         """Load a folder, with its nested models from ``elastic.json``, a preset, and ``submodels``.
 
         Everything that can be checked without weights is checked before they are loaded. Code that comes with a checkpoint is
-        never run.
+        never run. A slice whose layers differ in width, which transformers cannot load, loads here like any other folder.
 
         Args:
             folder: a transformers folder; ``elastic.json`` is optional.
             submodels: further nested models by name.
             preset: take the nested models of this published model.
-            **kwargs: passed on to transformers: ``dtype``, ``device_map``, ``attn_implementation``, ...
+            **kwargs: passed on to transformers: ``dtype``, ``device_map``, ``attn_implementation``, ... A slice whose layers
+                differ takes ``dtype``, ``device`` and ``attn_implementation``.
 
         Raises:
             CheckpointError: the folder is missing, damaged, or its files disagree.
             UnknownNameError: unknown family, axis or preset.
             WidthError: a submodel that this parent cannot be cut to.
+            ElasticError: an option that loading a slice whose layers differ does not have.
         """
-        _, layout, config = open_elastic(folder, preset=preset, submodels=submodels)
+        _, layout, config = open_elastic(folder, preset=preset, submodels=submodels, per_layer=True)
         locate(layout, Checkpoint.open(folder))
+        if config.own_widths:
+            return cls(load_per_layer(folder, layout, **_known_options(folder, kwargs)), config)
         with transformers_reads(folder):
             model = AutoModelForCausalLM.from_pretrained(
                 folder, **{"dtype": "auto", **kwargs, "trust_remote_code": False}
@@ -205,6 +214,18 @@ class ElasticModel(nn.Module):
                 return lens.part(head.module, weight.name)
             return self.model.get_parameter(head.name(weight))
 
+    def routers(self) -> Iterator[ActiveRouter]:
+        """The expert routers as they compute under the lens in force."""
+        lens = self._switch.lens
+        if isinstance(lens, SlicedLens | MaskedLens):
+            yield from lens.routers()
+            return
+        for unit in self.layout.units:
+            if unit.router is not None:
+                experts = list(range(self.layout.axes[unit.router.axis].size))
+                module = self.model.get_submodule(unit.module).get_submodule(unit.router.module)
+                yield ActiveRouter(unit, module, experts, experts)
+
     @property
     def checkpointing(self) -> bool:
         """Whether each unit keeps only its input for backward, and is computed again there; saves memory, costs a forward."""
@@ -241,3 +262,12 @@ class ElasticModel(nn.Module):
         if (key := submodel.model_dump_json()) not in self._views:
             self._views[key] = ViewModel(self.model, self.layout, submodel)
         return self._views[key]
+
+
+def _known_options(folder: Path | str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuse what ``load_per_layer`` does not take: silently left out, it would surprise later."""
+    known = {"dtype", "device", "attn_implementation"}
+    for name in options:
+        if name not in known:
+            raise ElasticError(f"{folder} differs in width by layer and loads without {name!r}: {nearest(name, known)}")
+    return dict(options)

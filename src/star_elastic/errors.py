@@ -40,6 +40,10 @@ class RecipeError(ElasticError, ValueError):
     """A training recipe with an unknown key or an impossible value."""
 
 
+class StoppedElsewhere(ElasticError):
+    """Another process of the same run has told the user already what is wrong; this one ends without a word."""
+
+
 class DataError(ElasticError, ValueError):
     """Calibration or training data that cannot be read, or holds nothing to learn from."""
 

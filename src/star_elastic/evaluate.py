@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from star_elastic.elastic import ElasticModel
-from star_elastic.train.distill import chunked_cross_entropy
+from star_elastic.train.distill import chunked_cross_entropy, chunked_kl
 
 Conversation = Sequence[Mapping[str, str]]
 
@@ -38,6 +38,34 @@ def held_out_loss(
         loss = chunked_cross_entropy(hidden, model.head_weight(submodel), ids, mask, chunk_tokens)
         targets = int(mask[:, 1:].sum())
         total, count = total + loss.item() * targets, count + targets
+    return total / max(count, 1)
+
+
+@torch.no_grad()
+def held_out_kd(
+    model: ElasticModel,
+    teacher: ElasticModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    submodel: str | None = None,
+    chunk_tokens: int = 1024,
+) -> float:
+    """Mean KL(teacher || model) in nats per real token of all batches: how far a nested model is from the parent.
+
+    Args:
+        model: an elastic model; its mode is left as it is, so put it in evaluation mode first.
+        teacher: the whole parent, of the same vocabulary.
+        batches: each with ``input_ids`` and ``attention_mask``, (B, T).
+        submodel: which nested model; None for the whole.
+        chunk_tokens: tokens whose logits exist at one time.
+    """
+    total, count = 0.0, 0
+    for batch in batches:
+        ids, mask = (batch[name].to(model.model.device) for name in ("input_ids", "attention_mask"))
+        learnt, taught = model.features(ids, mask, submodel=submodel), teacher.features(ids, mask)  # (B, T, D)
+        loss = chunked_kl(learnt, model.head_weight(submodel), taught, teacher.head_weight(), mask, chunk_tokens)
+        tokens = int(mask.sum())
+        total, count = total + loss.item() * tokens, count + tokens
     return total / max(count, 1)
 
 

@@ -59,7 +59,7 @@ def generate_text(
         ' 5'
     """
     check_prompt(prompt)
-    _, layout, elastic = open_elastic(folder, preset=preset)
+    _, layout, elastic = open_elastic(folder, preset=preset, per_layer=True)
     elastic.get(submodel or FULL)
     locate(layout, Checkpoint.open(folder))
     where, kind = choose_device(device), choose_dtype(dtype)

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from star_elastic import cost
-from star_elastic.axes import Axis
+from star_elastic.axes import Axis, AxisWidths, widths_of
 from star_elastic.errors import CheckpointError
 from star_elastic.layout import Dim, Layout, runs
+from star_elastic.per_layer import by_width, span
 from star_elastic.presets import get_preset
 from star_elastic.submodel import FULL, ElasticConfig, Submodel, open_elastic
 from star_elastic.units import format_bytes, format_count
@@ -30,8 +31,9 @@ class SubmodelCost:
     """What one nested model keeps and costs.
 
     Attributes:
-        widths: every width axis, spelled out.
+        widths: every width axis, spelled out; the widest where layers differ.
         layers: the parent's layers that stay, or None for all.
+        layer_widths: axis -> the parent's layer -> width, where layers differ.
         params: total parameters; buffers are not among them.
         active_params: parameters that one token uses, both embedding matrices counted.
         active_params_without_embedding: the same without the input embedding.
@@ -44,6 +46,7 @@ class SubmodelCost:
 
     widths: dict[str, int]
     layers: tuple[int, ...] | None
+    layer_widths: dict[str, dict[int, int]]
     params: int
     active_params: int
     active_params_without_embedding: int
@@ -78,6 +81,7 @@ class Description:
             "layers": [unit.kind for unit in self.layout.units if unit.layer is not None],
             "axes": {name: _axis_json(axis) for name, axis in self.layout.axes.items()},
             "sorted_axes": list(self.elastic.sorted_axes),
+            **({"own_widths": self.layout.own_widths} if self.layout.own_widths else {}),
             "submodels": {name: asdict(submodel) for name, submodel in self.submodels.items()},
         }
 
@@ -100,7 +104,7 @@ def describe(source: Path | str | None = None, *, preset: str | None = None) -> 
     if source is not None:
         folder = Path(source)
         folder = folder.parent if folder.name == "config.json" and folder.is_file() else folder
-        _, layout, elastic = open_elastic(folder, preset=preset)
+        _, layout, elastic = open_elastic(folder, preset=preset, per_layer=True)
     elif preset is not None:
         layout, elastic = get_preset(preset).layout, ElasticConfig.of_preset(get_preset(preset))
     else:
@@ -118,11 +122,13 @@ def with_full(layout: Layout, elastic: ElasticConfig) -> dict[str, Submodel]:
 
 def submodel_cost(layout: Layout, submodel: Submodel) -> SubmodelCost:
     """Count one nested model."""
-    widths, layers = layout.complete(submodel.widths), submodel.layers
+    submodel = submodel.completed(layout)
+    widths, layers = submodel.keyed_widths, submodel.layers
     copied_bytes, copied_axes = copies(layout, submodel)
     return SubmodelCost(
-        widths=widths,
+        widths=submodel.widths,
         layers=layers,
+        layer_widths=submodel.layer_widths,
         params=cost.params(layout, widths, layers),
         active_params=cost.active_params(layout, widths, layers),
         active_params_without_embedding=cost.active_params(layout, widths, layers, embedding=False),
@@ -139,23 +145,24 @@ def copies(layout: Layout, submodel: Submodel) -> tuple[int, tuple[str, ...]]:
 
     A dimension whose kept positions are one contiguous run is a view of the parent; any other is gathered into a copy.
     """
-    widths = layout.complete(submodel.widths)
-    members = layout.members(widths)
-    known: dict[Dim, bool] = {}
+    keyed = submodel.completed(layout).keyed_widths
+    known: dict[tuple[Dim, tuple[tuple[str, int], ...]], bool] = {}
 
-    def gathered(dim: Dim) -> bool:
-        if dim not in known:
-            index = dim.index(members)
-            known[dim] = index is not None and len(runs(index)) > 1
-        return known[dim]
+    def gathered(dim: Dim, widths: AxisWidths) -> bool:
+        key = dim, tuple((axis, widths[axis]) for axis in sorted(dim.axes))
+        if key not in known:
+            index = dim.index(layout.members(widths))
+            known[key] = index is not None and len(runs(index)) > 1
+        return known[key]
 
     total = 0.0
     axes: set[str] = set()
-    for _, row in layout.tensors(submodel.layers):
-        causes = [dim for dim in row.dims if gathered(dim)]
+    for unit, row in layout.tensors(submodel.layers):
+        widths = widths_of(keyed, unit.layer)
+        causes = [dim for dim in row.dims if gathered(dim, widths)]
         if causes and row.alias is None:
             total += row.numel(widths) * cost.bytes_per_number(row, "bf16")
-            axes.update(*(dim.axes & members.keys() for dim in causes))
+            axes.update(axis for dim in causes for axis in dim.axes if widths[axis] != layout.axes[axis].size)
     return int(total), tuple(sorted(axes))
 
 
@@ -190,10 +197,16 @@ def print_description(description: Description, console: Console) -> None:
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     heading = f"{description.source}: {layout.family}, {layout.num_layers} layers ({layers})"
     console.print(heading, highlight=False, soft_wrap=True)
+    for axis, own in layout.own_widths.items():
+        told = f"{axis}: {by_width(own)} (config.json holds the widest; load with ElasticModel.from_pretrained)"
+        console.print(told, highlight=False, soft_wrap=True)
     console.print(_axes_table(layout, description.elastic))
     for why, axes in _reasons(layout).items():
         console.print(f"{', '.join(axes)}: {why}", highlight=False, soft_wrap=True)
     console.print(_submodels_table(layout, description.submodels))
+    for name, submodel in description.submodels.items():
+        for axis, own in submodel.layer_widths.items():
+            console.print(f"{name}: {axis} {by_width(own)}", highlight=False, soft_wrap=True)
     note = "copied: what a submodel in memory cannot share with its parent; a slice on disk is always whole"
     console.print(note, highlight=False, soft_wrap=True)
 
@@ -225,9 +238,10 @@ def _submodels_table(layout: Layout, submodels: Mapping[str, SubmodelCost]) -> T
         table.add_column(name, justify="right")
     costs = list(submodels.values())
     for axis, full in layout.complete({}).items():
-        widths = [submodel.widths[axis] for submodel in costs]
-        if any(width != full for width in widths):
-            table.add_row(axis, *(str(width) for width in widths))
+        own = [submodel.layer_widths.get(axis) for submodel in costs]
+        if any(own) or any(submodel.widths[axis] != full for submodel in costs):
+            shown = (span(layers) if layers else str(s.widths[axis]) for s, layers in zip(costs, own, strict=True))
+            table.add_row(axis, *shown)
     if any(submodel.layers is not None for submodel in costs):
         table.add_row("layers", *(str(len(s.layers) if s.layers is not None else layout.num_layers) for s in costs))
     table.add_row("parameters", *(format_count(s.params) for s in costs))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from star_elastic import cost
+from star_elastic.axes import Widths
 from star_elastic.errors import WidthError
-from star_elastic.layout import Layout, Widths
+from star_elastic.layout import Layout
 from star_elastic.submodel import Submodel
 from star_elastic.units import format_bytes, format_count
 
@@ -42,7 +43,7 @@ class Budget:
 
     def cost(self, layout: Layout, submodel: Submodel) -> int:
         """What a nested model costs in this budget's kind."""
-        return int(self.price(layout, layout.complete(submodel.widths), submodel.layers))
+        return int(self.price(layout, submodel.keyed_widths, submodel.layers))
 
     def price(self, layout: Layout, widths: Widths, layers: Sequence[int] | None = None) -> Any:
         """The same for widths that may be arrays, not rounded."""

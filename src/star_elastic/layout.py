@@ -23,11 +23,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from star_elastic.axes import Axis, Coupling, check_widths
-from star_elastic.errors import WidthError
-
-Widths = Mapping[str, Any]
-"""Axis name -> width: an int, or any number that multiplies and adds, such as a tensor that carries a gradient."""
+from star_elastic.axes import Axis, AxisWidths, Coupling
+from star_elastic.axes import Widths as Widths  # re-exported, as is widths_of
+from star_elastic.axes import widths_of as widths_of
+from star_elastic.legal import check_cut
 
 Members = Mapping[str, Sequence[int]]
 """Axis name -> positions to take, in the order to take them: a prefix to slice, a permutation to sort."""
@@ -53,7 +52,7 @@ class Segment:
         """Number of positions in the parent."""
         return math.prod(factor.size for factor in self.factors)
 
-    def width(self, widths: Widths) -> Any:
+    def width(self, widths: AxisWidths) -> Any:
         """Number of positions at ``widths``."""
         return math.prod(widths.get(f.axis, f.size) if f.axis else f.size for f in self.factors)
 
@@ -87,7 +86,7 @@ class Dim:
         """Names of the axes whose mask multiplies along this dimension."""
         return frozenset(f.axis for segment in self.segments for f in segment.factors if f.axis and f.masked)
 
-    def width(self, widths: Widths) -> Any:
+    def width(self, widths: AxisWidths) -> Any:
         """Number of positions at ``widths``; differentiable where the widths are."""
         return sum(segment.width(widths) for segment in self.segments)
 
@@ -224,11 +223,11 @@ class Row:
         segments: Sequence[int | None] = range(len(self.disk_names)) if len(self.disk_names) > 1 else (None,)
         return [(member, segment) for member in members for segment in segments]
 
-    def cut_shape(self, widths: Widths) -> tuple[Any, ...]:
+    def cut_shape(self, widths: AxisWidths) -> tuple[Any, ...]:
         """Shape at ``widths``."""
         return tuple(dim.width(widths) for dim in self.dims)
 
-    def numel(self, widths: Widths) -> Any:
+    def numel(self, widths: AxisWidths) -> Any:
         """Number of elements at ``widths``; differentiable where the widths are."""
         return math.prod(self.cut_shape(widths))
 
@@ -319,6 +318,8 @@ class Layout:
         required_kinds: kinds of layer of which at least one must stay.
         couplings: axes whose widths must fit together.
         logits_divisor: what the model divides the head's answer by.
+        own_widths: axis -> layer -> width, where the layers of the model itself differ in width. Such a model comes out of a cut
+            per layer, its table holds constants instead of width axes (``per_layer.own_table``), and it is not cut again.
     """
 
     family: str
@@ -328,6 +329,7 @@ class Layout:
     required_kinds: frozenset[str] = field(default_factory=frozenset)
     couplings: tuple[Coupling, ...] = ()
     logits_divisor: float = 1.0
+    own_widths: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
     @property
     def width_axes(self) -> dict[str, Axis]:
@@ -343,31 +345,20 @@ class Layout:
         """Widths for every width axis: those given, and the parent's own elsewhere."""
         return {name: widths.get(name, axis.size) for name, axis in self.width_axes.items()}
 
-    def check(self, widths: Mapping[str, int], layers: Sequence[int] | None = None) -> None:
+    def layers_with(self, axis: str) -> list[int]:
+        """Numbers of the decoder layers that have parameters along an axis."""
+        units = (unit for unit in self.units if any(axis in row.axes for row in unit.rows))
+        return [unit.layer for unit in units if unit.layer is not None]
+
+    def check(self, widths: Widths, layers: Sequence[int] | None = None) -> None:
         """Refuse what cannot be cut.
 
         Raises:
             UnknownNameError: an axis that the model does not have.
-            WidthError: an illegal width, widths that do not fit together, or kept layers that are out of range, repeated, out
-                of order, or miss a needed kind.
+            WidthError: an illegal width, widths that do not fit together, a width for a layer that cannot have one of its own, or
+                kept layers that are out of range, repeated, out of order, or miss a needed kind.
         """
-        if "depth" in widths:
-            raise WidthError(
-                f"depth is cut by naming the layers that stay: give layers, not a width of {widths['depth']}"
-            )
-        check_widths(self.width_axes, widths)
-        for coupling in self.couplings:
-            coupling.check(self.width_axes, self.complete(widths))
-        if layers is None:
-            return
-        if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < self.num_layers:
-            raise WidthError(
-                f"kept layers {list(layers)} must be ascending, without repeats, from 0 to {self.num_layers - 1}"
-            )
-        kinds = {unit.kind for unit in self.kept_units(layers)}
-        for kind in sorted(self.required_kinds - kinds):
-            having = [unit.layer for unit in self.units if unit.kind == kind]
-            raise WidthError(f"kept layers {list(layers)} hold no {kind} layer: keep at least one of {having}")
+        check_cut(self, widths, layers)
 
     def fits(self, widths: Mapping[str, int]) -> bool:
         """Whether legal ``widths`` also fit together."""

@@ -8,7 +8,7 @@ A hard mask computes what the sliced lens computes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,10 @@ from torch import nn
 
 from star_elastic.layout import Dim, Layout, Norm, Row, Unit
 from star_elastic.masks import Masks, check_masks, of_layer, vector
-from star_elastic.routing import ROUTES
+from star_elastic.routing import ROUTES, ActiveRouter
 from star_elastic.swap import Attribute, Slot, swapped
+
+HALF = 0.5  # a soft mask above it counts as in, where something must be in or out
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class MaskedLens:
 
     def __init__(self, model: nn.Module, layout: Layout, masks: Masks) -> None:
         check_masks(layout, masks)
+        self._model, self._layout, self._masks = model, layout, masks
         self._units: dict[str, MaskedUnit] = {}
         for unit in layout.units:
             active = of_layer(masks, unit.layer)
@@ -61,6 +64,18 @@ class MaskedLens:
         with swapped(unit.slots, tensors, unit.attributes):
             output = type(module).forward(module, *args, **kwargs)
         return output if unit.gate is None else gated(args[0], output, unit.gate)
+
+    def routers(self) -> Iterator[ActiveRouter]:
+        """The expert routers of the layers that are more in than out; their kept experts are those more in than out."""
+        for unit in self._layout.units:
+            masks = of_layer(self._masks, unit.layer)
+            if unit.router is None or ("depth" in masks and masks["depth"][unit.layer] <= HALF):
+                continue
+            members = list(range(self._layout.axes[unit.router.axis].size))
+            mask = masks.get(unit.router.axis)
+            kept = members if mask is None else [m for m in members if mask[m] > HALF]
+            module = self._model.get_submodule(unit.module).get_submodule(unit.router.module)
+            yield ActiveRouter(unit, module, members, kept)
 
 
 def masked(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ config, while hooks, checkpointing and sharding stay where they were put: on the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
+from star_elastic.axes import widths_of
 from star_elastic.layout import Layout
+from star_elastic.routing import ActiveRouter
 from star_elastic.skeleton import Skeleton
 from star_elastic.submodel import Submodel
 from star_elastic.swap import swapped
@@ -32,7 +35,7 @@ class SlicedLens:
     """
 
     def __init__(self, model: PreTrainedModel, layout: Layout, submodel: Submodel, frames: tuple[str, ...]) -> None:
-        self.submodel = submodel
+        self.submodel, self._layout = submodel, layout
         self._skeleton = Skeleton(model, layout, submodel)
         self._units = {pair.path: pair for pair in self._skeleton.pairs}
         self._frames = {path: self._skeleton.model.get_submodule(path) for path in frames}
@@ -71,6 +74,17 @@ class SlicedLens:
     def part(self, path: str, name: str) -> torch.Tensor:
         """The nested model's part of one parameter of the parent's unit at ``path``, differentiable."""
         return next(part.cut(part.source.get()) for part in self._units[path].parts if part.name == name)
+
+    def routers(self) -> Iterator[ActiveRouter]:
+        """The expert routers of the layers that the nested model keeps."""
+        for unit in self._layout.kept_units(self.submodel.layers):
+            if unit.router is not None:
+                axis = unit.router.axis
+                width = widths_of(self.submodel.keyed_widths, unit.layer)[axis]
+                members = self._layout.axes[axis].members(width)
+                yield ActiveRouter(
+                    unit, self._units[unit.module].child.get_submodule(unit.router.module), members, members
+                )
 
 
 def records(frame: Any, kwargs: dict[str, Any]) -> bool:

@@ -13,6 +13,8 @@ from star_elastic.errors import CheckpointError, DataError, ElasticError, neares
 from star_elastic.families import layout_of
 from star_elastic.families.base import itemsize
 from star_elastic.layout import Layout
+from star_elastic.loading_per_layer import load_per_layer
+from star_elastic.submodel import open_elastic, own_widths_in
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -61,13 +63,16 @@ def layout_in(kind: torch.dtype | str, config: Mapping[str, Any], layout: Layout
 
 
 def load_model(folder: Path | str, *, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
-    """Load a causal LM in eval mode; code that came with the folder is never run.
+    """Load a causal LM in eval mode, also a slice whose layers differ in width; code that came with the folder is never run.
 
     Raises:
         CheckpointError: tensors are missing or have the wrong shape.
     """
     from transformers import AutoModelForCausalLM
 
+    if own_widths_in(folder):
+        _, layout, _ = open_elastic(folder, per_layer=True)
+        return load_per_layer(folder, layout, device=device, dtype=dtype)
     with no_bars(), transformers_reads(folder):
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
@@ -84,7 +89,9 @@ def check_tokenizer(tokenizer: Any, layout: Layout) -> None:
     embedding = next(unit for unit in layout.units if unit.kind == "embedding")
     size = embedding.rows[0].shape[0]
     if len(tokenizer) > size:
-        raise DataError(f"the tokenizer has {len(tokenizer)} tokens, the model a vocabulary of {size}: it is another model's")
+        raise DataError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model a vocabulary of {size}: it is another model's"
+        )
 
 
 def check_tokens(ids: torch.Tensor, layout: Layout) -> None:

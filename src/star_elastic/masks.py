@@ -31,15 +31,23 @@ def prefix_mask(axis: Axis, width: int, device: torch.device | str | None = None
     return mask
 
 
-def hard_masks(layout: Layout, submodel: Submodel, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
-    """The masks, by axis, that leave exactly a nested model; axes that it keeps whole have none.
+def hard_masks(
+    layout: Layout, submodel: Submodel, device: torch.device | str | None = None
+) -> dict[str | tuple[str, int], torch.Tensor]:
+    """The masks that leave exactly a nested model; what it keeps whole has none.
+
+    They are keyed by axis, or by (axis, layer) on an axis along which its layers differ.
 
     Raises:
         WidthError, UnknownNameError: the model cannot be cut so.
     """
     submodel.check(layout)
-    masks = {name: prefix_mask(layout.axes[name], width, device) for name, width in submodel.widths.items()}
-    masks = {name: mask for name, mask in masks.items() if not bool(mask.all())}
+    submodel = submodel.completed(layout)
+    masks: dict[str | tuple[str, int], torch.Tensor] = {}
+    for key, width in submodel.keyed_widths.items():
+        axis = layout.axes[key if isinstance(key, str) else key[0]]
+        if width < axis.size and key not in submodel.layer_widths:  # there the layers' own widths say everything
+            masks[key] = prefix_mask(axis, width, device)
     if submodel.layers is not None:
         gates = torch.zeros(layout.num_layers, device=device)
         gates[list(submodel.layers)] = 1

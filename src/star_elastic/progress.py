@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -27,8 +27,27 @@ class RateColumn(ProgressColumn):
         return Text(f"{format_bytes(speed)}/s" if self.unit == "bytes" else f"{format_count(speed)} {self.unit}/s")
 
 
+class _Headed(Progress):
+    """A bar below something else that changes."""
+
+    above: RenderableType | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if self.above is not None and self.console.is_terminal:
+            yield self.above
+        yield from super().get_renderables()
+
+
 @contextmanager
-def progress_bar(description: str, total: int, unit: str, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+def progress_bar(
+    description: str,
+    total: int,
+    unit: str,
+    *,
+    shown: bool = True,
+    above: RenderableType | None = None,
+    console: Console | None = None,
+) -> Iterator[Callable[[int], None]]:
     """Show a bar while the block runs, and yield a function that advances it.
 
     Args:
@@ -36,13 +55,23 @@ def progress_bar(description: str, total: int, unit: str, *, shown: bool = True)
         total: units of work in all.
         unit: their name in the plural; ``bytes`` are shown as KiB, MiB, ...
         shown: False shows nothing; the function still takes calls.
+        above: shown above the bar, and drawn anew with it; in a terminal only.
+        console: where to; stderr by default.
 
     Example:
         >>> with progress_bar("scoring", 4096, "tokens", shown=False) as advance:
         ...     advance(1024)
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), RateColumn(unit), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        RateColumn(unit),
+        TimeRemainingColumn(),
+    )
+    progress = _Headed(*columns, console=console or Console(stderr=True), disable=not shown)
+    progress.above = above
+    with progress:
         task = progress.add_task(description, total=total)
 
         def advance(amount: int) -> None:

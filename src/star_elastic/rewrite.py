@@ -20,6 +20,7 @@ from star_elastic.checkpoint import (
 from star_elastic.errors import CheckpointError
 from star_elastic.families import layout_of
 from star_elastic.layout import Layout, Located
+from star_elastic.per_layer import LayerWidths, own_table
 from star_elastic.progress import progress_bar
 from star_elastic.submodel import ElasticConfig
 
@@ -73,7 +74,7 @@ def write_model(
         CheckpointError: the cuts are not what ``config`` describes, or the disk is full.
         TargetError: ``out`` must not be written.
     """
-    check_against_config(cuts, config)
+    check_against_config(cuts, config, elastic.own_widths if elastic else {})
     size = sum(cut.nbytes for cut in cuts)
     with target_folder(out, checkpoint.folder, size=size) as folder:
         copy_companions(checkpoint.folder, folder)
@@ -85,8 +86,12 @@ def write_model(
             write_weights(folder, cuts, max_shard_bytes, advance)
 
 
-def check_against_config(cuts: Sequence[TensorCut], config: dict[str, Any]) -> None:
+def check_against_config(
+    cuts: Sequence[TensorCut], config: dict[str, Any], own_widths: LayerWidths | None = None
+) -> None:
     """Compare planned tensors with the table of the config that will be written beside them: names and every shape.
+
+    ``own_widths`` are those that go into elastic.json, where the layers of what is written differ in width.
 
     A field of the config that does not follow a width would otherwise load as garbage, or not at all.
 
@@ -94,6 +99,7 @@ def check_against_config(cuts: Sequence[TensorCut], config: dict[str, Any]) -> N
         CheckpointError: any difference.
     """
     layout = layout_of(json.loads(json.dumps(config)))
+    layout = own_table(layout, own_widths) if own_widths else layout
     for cut in cuts:
         found = layout.find(cut.name)
         expected = tuple(dim.size for dim in found.dims) if found else None

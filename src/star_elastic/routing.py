@@ -10,10 +10,31 @@ These are the only lines of the package that re-implement a transformers module.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from star_elastic.layout import Unit
+
+
+@dataclass(frozen=True)
+class ActiveRouter:
+    """An expert router as it computes under a lens.
+
+    Attributes:
+        unit: the parent's unit that it belongs to.
+        module: what is called: the parent's router, or under the sliced lens the nested model's.
+        members: the parent's number of each of the module's experts, in the module's order.
+        kept: the parent's numbers of the experts that the nested model keeps.
+    """
+
+    unit: Unit
+    module: nn.Module
+    members: list[int]
+    kept: list[int]
 
 
 class Route(Protocol):

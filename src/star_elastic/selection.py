@@ -13,9 +13,15 @@ from star_elastic.families.base import Config, itemsize
 from star_elastic.inspect import submodel_cost, with_full
 from star_elastic.ladder import Budget, Choice, choose
 from star_elastic.layout import Layout
+from star_elastic.per_layer import by_width
 from star_elastic.slice import SliceReport, plan_slice, slice_checkpoint
 from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
 from star_elastic.units import format_bytes, format_count, parse_count, parse_size
+
+PER_LAYER_NOTE = (
+    "note: its layers differ in width, which no transformers config can say: the folder loads with star_elastic's "
+    "ElasticModel.from_pretrained, not with transformers alone"
+)
 
 
 class RequestError(ElasticError, ValueError):
@@ -175,7 +181,7 @@ def _explicit(submodel: Submodel, layout: Layout, elastic: ElasticConfig) -> Sel
         layers = tuple(sorted(order[:depth]))
         if elastic.depth_order is None:
             lines = (f"note: depth is not ranked here, so the first {depth} layers stay; --layers says which",)
-    chosen = Submodel(widths=widths, layers=layers)
+    chosen = Submodel(widths=widths, layers=layers, layer_widths=submodel.layer_widths)
     chosen.check(layout)
     return Selection(None, chosen, lines)
 
@@ -201,25 +207,33 @@ def _said(choice: Choice) -> tuple[str, str]:
 
 def unsorted_note(layout: Layout, submodel: Submodel, elastic: ElasticConfig) -> list[str]:
     """A warning where an axis is cut whose members lie in no order of importance. Published families are sorted."""
-    cut = [name for name, width in layout.complete(submodel.widths).items() if width != layout.axes[name].size]
+    whole = submodel.completed(layout)
+    cut = [
+        name for name, width in whole.widths.items() if width != layout.axes[name].size or name in whole.layer_widths
+    ]
     unsorted = [name for name in cut if name not in elastic.sorted_axes]
     if not unsorted or "preset" in elastic.provenance:
         return []
-    return [f"note: not sorted along {', '.join(unsorted)}: what stays is what comes first; see star-elastic score and sort"]
+    return [
+        f"note: not sorted along {', '.join(unsorted)}: what stays is what comes first; see star-elastic score and sort"
+    ]
 
 
 def describe_cut(layout: Layout, submodel: Submodel, stored: str = "bf16") -> list[str]:
     """What is cut and what remains, one fact a line; ``stored`` is the format of the weights."""
     facts, full = submodel_cost(layout, submodel), submodel_cost(layout, Submodel())
-    cuts = [f"{axis} {full.widths[axis]} -> {width}" for axis, width in facts.widths.items() if width != full.widths[axis]]
+    shared = {axis: width for axis, width in facts.widths.items() if axis not in facts.layer_widths}
+    cuts = [f"{axis} {full.widths[axis]} -> {width}" for axis, width in shared.items() if width != full.widths[axis]]
+    cuts += [f"{axis} {full.widths[axis]} -> {by_width(own)}" for axis, own in facts.layer_widths.items()]
     if facts.layers is not None:
         cuts.append(f"depth {layout.num_layers} -> {len(facts.layers)} (layers {', '.join(map(str, facts.layers))})")
-    weights = cost.weight_bytes(layout, facts.widths, facts.layers, dtype=stored)
+    weights = cost.weight_bytes(layout, submodel.keyed_widths, facts.layers, dtype=stored)
     total = f"{format_count(facts.params)} ({facts.params:,}), {facts.params / full.params:.1%} of the parent's"
     return [
         f"cut: {', '.join(cuts) or 'nothing, this is the whole model'}",
         f"parameters: {total}; {format_count(facts.active_params)} active",
         f"weights: {format_bytes(weights)} in {stored}",
+        *([PER_LAYER_NOTE] if facts.layer_widths else []),
     ]
 
 
@@ -236,7 +250,9 @@ def run_slice(
     config, layout, elastic = open_elastic(source, preset=preset)
     selection = select(request, config, layout, elastic)
     check_target(out, source)
-    plan_slice(layout, Checkpoint.open(source), selection.submodel.completed(layout))  # for its checks, before anything is said
+    plan_slice(
+        layout, Checkpoint.open(source), selection.submodel.completed(layout)
+    )  # for its checks, before anything is said
     notes = unsorted_note(layout, selection.submodel, elastic)
     for line in (*selection.lines, *describe_cut(layout, selection.submodel, stored_format(config)), *notes):
         print(line)

@@ -2,12 +2,15 @@
 
 A skeleton is the parent's own class, built from the parent's config with a few fields changed. Its shapes come from
 transformers, the cuts from the table; where the two differ something is wrong with one of them, and nothing runs.
+
+Where layers differ in width, no one config describes the model. Its config then holds the widest widths, and each layer of other
+widths is built from a config of its own.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from star_elastic.axes import widths_of
 from star_elastic.cut import Cut, plan_cut
 from star_elastic.errors import CheckpointError
 from star_elastic.families import FAMILIES
@@ -60,25 +64,64 @@ class Skeleton:
     """
 
     def __init__(self, parent: PreTrainedModel, layout: Layout, submodel: Submodel) -> None:
-        with torch.device("meta"), no_init_weights():
-            self.model: PreTrainedModel = model_class(parent)(child_config(parent, layout, submodel))
+        self.model, own_configs = build(model_class(parent), parent.config, layout, submodel)
         compare_shapes(self.model, layout, submodel)
-        members = layout.members(submodel.widths)
-        units = list(numbered_units(layout, submodel))
-        self.pairs = [pair_unit(parent, self.model, unit, path, members) for unit, path in units]
+        keyed, units = submodel.keyed_widths, list(numbered_units(layout, submodel))
+        self.pairs = [
+            pair_unit(parent, self.model, unit, path, layout.members(widths_of(keyed, unit.layer)))
+            for unit, path in units
+        ]
         self._parent = parent
         self._twins = list(twins(parent, self.model, {path: unit.module for unit, path in units}))
         theirs = vars(parent.config)
-        self._edited = {name for name, value in vars(self.model.config).items() if theirs.get(name) != value}
+        self._edited = [
+            (config, {name for name, value in vars(config).items() if theirs.get(name) != value})
+            for config in (self.model.config, *own_configs)
+        ]
 
     def follow(self) -> None:
         """Take over what may have changed on the parent: config (attention implementation, ...), training mode, buffers."""
-        settings = {name: value for name, value in vars(self._parent.config).items() if name not in self._edited}
-        vars(self.model.config).update(settings)
+        for config, edited in self._edited:
+            settings = {name: value for name, value in vars(self._parent.config).items() if name not in edited}
+            vars(config).update(settings)
         for source, target in self._twins:
             target.training = source.training
             for name in target._non_persistent_buffers_set:
                 target._buffers[name] = source._buffers[name]
+
+
+def build(
+    cls: type[PreTrainedModel], config: Any, layout: Layout, submodel: Submodel
+) -> tuple[PreTrainedModel, list[Any]]:
+    """A nested model without weights, on the meta device, and the configs of the layers that need one of their own.
+
+    Args:
+        cls: the parent's class.
+        config: the parent's config object.
+        layout: its table.
+        submodel: the nested model, in its full spelling.
+    """
+    own_configs: dict[tuple[Any, ...], Any] = {}
+    with torch.device("meta"), no_init_weights():
+        model = cls(edited_config(config, layout, submodel.widths, submodel.layers))
+        units = (unit for unit in layout.kept_units(submodel.layers) if unit.layer is not None)
+        for number, unit in enumerate(units):
+            own = own_widths(layout, submodel, unit)
+            if own.items() <= submodel.widths.items():
+                continue
+            key = tuple(own.items())
+            if key not in own_configs:
+                own_configs[key] = edited_config(model.config, layout, {**submodel.widths, **own}, None)
+            path = unit.path.format(number)
+            layer: Any = type(model.get_submodule(path))
+            model.set_submodule(path, layer(own_configs[key], number))
+    return model, list(own_configs.values())
+
+
+def own_widths(layout: Layout, submodel: Submodel, unit: Unit) -> dict[str, int]:
+    """The widths that a layer has for itself: those of the nested model, and those of a model whose layers differ anyway."""
+    by_axis = {**layout.own_widths, **submodel.layer_widths}
+    return {axis: own[unit.layer] for axis, own in by_axis.items() if unit.layer is not None and unit.layer in own}
 
 
 def model_class(model: PreTrainedModel) -> type[PreTrainedModel]:
@@ -87,12 +130,16 @@ def model_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 
 def child_config(model: PreTrainedModel, layout: Layout, submodel: Submodel) -> Any:
-    """The nested model's config object: a copy of the parent's, never rebuilt from a dict, which loses renamed fields."""
-    config = copy.deepcopy(model.config)
-    edits = FAMILIES[layout.family].config_edits(model.config.to_dict(), submodel.widths, submodel.layers)
-    for name, value in edits.items():
-        setattr(config, name, value)
-    return config
+    """The nested model's config object; where its layers differ, with the widest widths."""
+    return edited_config(model.config, layout, submodel.widths, submodel.layers)
+
+
+def edited_config(config: Any, layout: Layout, widths: Mapping[str, int], layers: Sequence[int] | None) -> Any:
+    """A copy of a config object with widths and layers of its own, never rebuilt from a dict, which loses renamed fields."""
+    edited = copy.deepcopy(config)
+    for name, value in FAMILIES[layout.family].config_edits(config.to_dict(), widths, layers).items():
+        setattr(edited, name, value)
+    return edited
 
 
 def numbered_units(layout: Layout, submodel: Submodel) -> Iterator[tuple[Unit, str]]:
@@ -122,9 +169,9 @@ def twins(parent: nn.Module, skeleton: nn.Module, renamed: Mapping[str, str]) ->
 
 def compare_shapes(model: nn.Module, layout: Layout, submodel: Submodel) -> None:
     """Raise RuntimeError unless the model's parameters and saved buffers are exactly the table's, cut to ``submodel``."""
-    widths = layout.complete(submodel.widths)
+    keyed = submodel.keyed_widths
     table = {
-        f"{path}.{row.name}": row.cut_shape(widths)
+        f"{path}.{row.name}": row.cut_shape(widths_of(keyed, unit.layer))
         for unit, path in numbered_units(layout, submodel)
         for row in unit.rows
     }

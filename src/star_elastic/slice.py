@@ -1,6 +1,9 @@
 """Slicing: from an elastic checkpoint, or any parent folder, to an ordinary transformers folder of a nested model.
 
 Plan, then apply: ``plan_slice`` says for every tensor which positions stay, from the table alone; applying streams them.
+
+Where the layers of the nested model differ in width, no config of transformers can describe them. The folder then carries an
+``elastic.json`` that does, and is loaded by ``ElasticModel.from_pretrained``; transformers refuses its shapes.
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from star_elastic import cost
+from star_elastic.axes import widths_of
 from star_elastic.card import read_licence, slice_card
 from star_elastic.checkpoint import MAX_SHARD_BYTES, Checkpoint, TensorCut, check_target
 from star_elastic.families import family_of, layout_of
 from star_elastic.layout import Layout
 from star_elastic.rewrite import TRAINING, locate, parent_name, write_model
-from star_elastic.submodel import FILE_NAME, ElasticConfig, Submodel
+from star_elastic.submodel import FILE_NAME, ElasticConfig, Submodel, own_widths_in, refuse_per_layer
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ def slice_checkpoint(
         >>> slice_checkpoint("elastic", "small", Submodel(widths={"hidden": 1920}))  # doctest: +SKIP
     """
     check_target(out, source)
+    refuse_per_layer(source, own_widths_in(source))
     checkpoint = Checkpoint.open(source)
     layout = layout_of(checkpoint.config)
     submodel.check(layout)
@@ -73,23 +78,37 @@ def slice_checkpoint(
     cuts = plan_slice(layout, checkpoint, submodel)
     nbytes = sum(cut.nbytes for cut in cuts)
     elastic = ElasticConfig.load(source) if (checkpoint.folder / FILE_NAME).exists() else None
+    parent, named = (
+        parent_name(checkpoint, elastic),
+        name or (_known_as(submodel, elastic, layout) if elastic else None),
+    )
     card = slice_card(
         layout,
         submodel,
         title=Path(out).resolve().name,
-        parent=parent_name(checkpoint, elastic),
+        parent=parent,
         nbytes=nbytes,
         licence=read_licence(checkpoint.folder),
-        named=name or (_known_as(submodel, elastic, layout) if elastic else None),
+        named=named,
         trained=elastic is not None and TRAINING in elastic.provenance,
     )
     config = family_of(checkpoint.config).child_config(checkpoint.config, submodel.widths, submodel.layers)
-    write_model(out, checkpoint, cuts, config, card, label="slice", max_shard_bytes=max_shard_bytes, progress=progress)
+    write_model(
+        out,
+        checkpoint,
+        cuts,
+        config,
+        card,
+        elastic=ElasticConfig.of_slice(layout, submodel, {"parent": parent, "submodel": named}),
+        label="slice",
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+    )
     return SliceReport(
         folder=Path(out),
         submodel=submodel,
-        params=cost.params(layout, submodel.widths, submodel.layers),
-        active_params=cost.active_params(layout, submodel.widths, submodel.layers),
+        params=cost.params(layout, submodel.keyed_widths, submodel.layers),
+        active_params=cost.active_params(layout, submodel.keyed_widths, submodel.layers),
         nbytes=nbytes,
         tensors=len(cuts),
     )
@@ -106,15 +125,14 @@ def plan_slice(layout: Layout, checkpoint: Checkpoint, submodel: Submodel) -> li
     Raises:
         CheckpointError: the folder's tensors are not those of the table.
     """
-    members = layout.members(submodel.widths)
-    layers = range(layout.num_layers) if submodel.layers is None else submodel.layers
-    layer_number = {kept: number for number, kept in enumerate(layers)}
+    keyed, layer_number = submodel.keyed_widths, submodel.new_numbers(layout)
+    members_in = {layer: layout.members(widths_of(keyed, layer)) for layer in (None, *layer_number)}
     cuts = []
     for name, found in locate(layout, checkpoint).items():
         if found.unit.layer is not None and found.unit.layer not in layer_number:
             continue
         layer = None if found.unit.layer is None else layer_number[found.unit.layer]
-        member = found.member
+        member, members = found.member, members_in[found.unit.layer]
         if member is not None and found.member_axis in members:
             kept = members[found.member_axis]
             if member not in kept:

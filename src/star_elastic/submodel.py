@@ -5,18 +5,39 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    Strict,
+    ValidationError,
+    model_serializer,
+)
 
+from star_elastic.axes import Widths
 from star_elastic.errors import CheckpointError, ReservedNameError, UnknownNameError, nearest
 from star_elastic.families import layout_of
 from star_elastic.layout import Layout
+from star_elastic.per_layer import own_table
 from star_elastic.presets import Preset, get_preset, recognise
 
 FORMAT_VERSION = 1
+PER_LAYER_VERSION = 2  # of files that say widths per layer, which a reader of version 1 would cut wrong
 FILE_NAME = "elastic.json"
 FULL = "full"
+
+
+def _layer_number(key: Any) -> Any:
+    """Keys of JSON objects are texts; a layer's number is written in one way only."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and str(int(key)) == key else key
+
+
+LayerWidths = dict[str, dict[Annotated[int, Strict(), BeforeValidator(_layer_number)], Annotated[int, Strict()]]]
+"""Axis -> layer -> width."""
 
 
 class Submodel(BaseModel):
@@ -25,29 +46,78 @@ class Submodel(BaseModel):
     Attributes:
         widths: width per axis; an axis that is left out keeps the parent's.
         layers: the parent's decoder layers that stay, ascending; None keeps all.
+        layer_widths: axis -> the parent's layer -> its own width, which comes before the shared one; empty where layers agree.
 
     Example:
         >>> Submodel(widths={"hidden": 1920, "expert_ffn": 960})
         Submodel(widths={'hidden': 1920, 'expert_ffn': 960}, layers=None)
+        >>> Submodel(widths={"hidden": 1920}, layer_widths={"expert_ffn": {1: 960, 4: 1280}}).keyed_widths
+        {'hidden': 1920, ('expert_ffn', 1): 960, ('expert_ffn', 4): 1280}
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     widths: dict[str, int] = Field(default_factory=dict)
     layers: tuple[int, ...] | None = Field(default=None, strict=False)
+    layer_widths: LayerWidths = Field(default_factory=dict)
+
+    @classmethod
+    def of(cls, widths: Widths, layers: tuple[int, ...] | None = None) -> Submodel:
+        """A nested model from widths that are keyed by axis or (axis, layer), as ``cost`` takes them."""
+        shared: dict[str, int] = {}
+        own: LayerWidths = {}
+        for key, width in widths.items():
+            if isinstance(key, tuple):
+                own.setdefault(key[0], {})[key[1]] = width
+            else:
+                shared[key] = width
+        return cls(widths=shared, layers=layers, layer_widths=own)
+
+    @property
+    def keyed_widths(self) -> dict[str | tuple[str, int], int]:
+        """All widths, keyed by axis or (axis, layer), as ``cost`` takes them."""
+        keyed: dict[str | tuple[str, int], int] = dict(self.widths.items())
+        for axis, own in self.layer_widths.items():
+            keyed |= {(axis, layer): width for layer, width in own.items()}
+        return keyed
 
     def check(self, layout: Layout) -> None:
         """Raise WidthError or UnknownNameError if a model of this layout cannot be cut so."""
-        layout.check(self.widths, self.layers)
+        layout.check(self.keyed_widths, self.layers)
 
     def completed(self, layout: Layout) -> Submodel:
-        """The same nested model with every width axis spelled out; all layers kept is None."""
+        """The same nested model in its one full spelling.
+
+        Every width axis is spelled out, and all layers kept is None. Where kept layers differ along an axis, each has its own
+        width in ``layer_widths``, and ``widths`` holds the widest; where they agree, ``widths`` alone says it.
+        """
         layers = None if self.layers == tuple(range(layout.num_layers)) else self.layers
-        return Submodel(widths=layout.complete(self.widths), layers=layers)
+        widths, layer_widths = layout.complete(self.widths), {}
+        for axis in (axis for axis in widths if self.layer_widths.get(axis)):
+            having = [layer for layer in layout.layers_with(axis) if layers is None or layer in layers]
+            own = {layer: self.layer_widths[axis].get(layer, widths[axis]) for layer in having}
+            if own:
+                widths[axis] = max(own.values())
+            if len(set(own.values())) > 1:
+                layer_widths[axis] = own
+        return Submodel(widths=widths, layers=layers, layer_widths=layer_widths)
 
     def is_full(self, layout: Layout) -> bool:
         """Whether this is the parent itself."""
         return self.completed(layout) == Submodel().completed(layout)
+
+    def new_numbers(self, layout: Layout) -> dict[int, int]:
+        """Kept layer of the parent -> its number in the nested model."""
+        layers = range(layout.num_layers) if self.layers is None else self.layers
+        return {kept: number for number, kept in enumerate(layers)}
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Readers of version 1 know no such field.
+        return {name: value for name, value in handler(self).items() if name != "layer_widths" or value}
+
+    def __repr_args__(self) -> Any:
+        return [(name, value) for name, value in super().__repr_args__() if name != "layer_widths" or value]
 
 
 class ElasticConfig(BaseModel):
@@ -60,6 +130,8 @@ class ElasticConfig(BaseModel):
         sorted_axes: axes whose members lie in order of importance.
         depth_order: layers from most to least important, once depth has been scored.
         provenance: where the checkpoint comes from: parent, scores' hash, recipe, tool version.
+        own_widths: axis -> layer -> width of the checkpoint itself, where its layers differ: it is a slice with widths per layer,
+            and config.json holds the widest. It has no nested models.
 
     Example:
         >>> ElasticConfig(family="nemotron_h", submodels={"small": Submodel(widths={"hidden": 48})}).get("small").widths
@@ -74,6 +146,7 @@ class ElasticConfig(BaseModel):
     sorted_axes: tuple[str, ...] = ()
     depth_order: tuple[int, ...] | None = None
     provenance: dict[str, Any] = Field(default_factory=dict)
+    own_widths: LayerWidths = Field(default_factory=dict)
 
     def get(self, name: str) -> Submodel:
         """A nested model by name.
@@ -107,7 +180,10 @@ class ElasticConfig(BaseModel):
 
     def save(self, folder: Path | str) -> None:
         """Write ``elastic.json`` into a folder."""
-        text = json.dumps(self.model_dump(mode="json"), indent=2)
+        per_layer = self.own_widths or any(submodel.layer_widths for submodel in self.submodels.values())
+        content = self.model_dump(mode="json", exclude=None if self.own_widths else {"own_widths"})
+        content["format_version"] = PER_LAYER_VERSION if per_layer else FORMAT_VERSION
+        text = json.dumps(content, indent=2)
         (Path(folder) / FILE_NAME).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -120,14 +196,34 @@ class ElasticConfig(BaseModel):
         path = Path(folder) / FILE_NAME
         raw = read_json(path)
         version = raw.get("format_version")
-        if version != FORMAT_VERSION or not isinstance(version, int) or isinstance(version, bool):
+        if (
+            version not in (FORMAT_VERSION, PER_LAYER_VERSION)
+            or not isinstance(version, int)
+            or isinstance(version, bool)
+        ):
             raise CheckpointError(
-                f"{path}: format_version {version!r}; this version of star-elastic reads {FORMAT_VERSION}"
+                f"{path}: format_version {version!r}; this version of star-elastic reads "
+                f"{FORMAT_VERSION} and {PER_LAYER_VERSION}"
             )
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
             raise CheckpointError(f"{path}: {_first_mistake(error)}") from None
+
+    @classmethod
+    def of_slice(cls, layout: Layout, submodel: Submodel, provenance: Mapping[str, Any]) -> ElasticConfig | None:
+        """What lies beside the config of a slice whose layers differ in width, and says how; None where they agree.
+
+        Args:
+            layout: the parent's table.
+            submodel: the slice, in its full spelling.
+            provenance: where it comes from.
+        """
+        if not submodel.layer_widths:
+            return None
+        number = submodel.new_numbers(layout)
+        own = {axis: {number[n]: width for n, width in by.items()} for axis, by in submodel.layer_widths.items()}
+        return cls(family=layout.family, own_widths=own, provenance=dict(provenance))
 
     @classmethod
     def of_preset(cls, preset: Preset) -> ElasticConfig:
@@ -203,13 +299,53 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
+def own_widths_in(folder: Path | str) -> LayerWidths:
+    """The widths of a folder's own layers, by axis and layer, where they differ; empty for every other folder.
+
+    Raises:
+        CheckpointError: elastic.json is damaged.
+    """
+    return ElasticConfig.load(folder).own_widths if (Path(folder) / FILE_NAME).exists() else {}
+
+
+def refuse_per_layer(folder: Path | str, own_widths: LayerWidths) -> None:
+    """Raise CheckpointError where a folder's layers differ in width: nothing is made of such a folder."""
+    if own_widths:
+        raise CheckpointError(
+            f"{folder} is a slice whose layers differ in {', '.join(own_widths)}: it runs and can be inspected, but is not cut, "
+            "sorted, scored or trained; take the checkpoint that it was cut from"
+        )
+
+
+def checked_table(folder: Path | str, layout: Layout, own_widths: LayerWidths) -> Layout:
+    """``own_table``, with its faults told as those of a folder.
+
+    Raises:
+        CheckpointError: config.json and elastic.json disagree.
+    """
+    try:
+        return own_table(layout, own_widths)
+    except (ValueError, LookupError) as error:
+        raise CheckpointError(f"{Path(folder) / FILE_NAME}: own_widths: {error}") from None
+
+
 def open_elastic(
-    folder: Path | str, *, preset: str | None = None, submodels: Mapping[str, Submodel] | None = None
+    folder: Path | str,
+    *,
+    preset: str | None = None,
+    submodels: Mapping[str, Submodel] | None = None,
+    per_layer: bool = False,
 ) -> tuple[dict[str, Any], Layout, ElasticConfig]:
     """Config, table and nested models of a folder, read without weights.
 
     The nested models come from ``elastic.json``; a folder without one takes those of ``preset``, or of the published model
     that it is recognised as, or none but ``full``. ``submodels`` adds to them.
+
+    Args:
+        folder: the model folder.
+        preset: take the nested models of this published model.
+        submodels: further nested models by name.
+        per_layer: whether the caller can handle a slice whose layers differ in width; its table is ``per_layer.own_table``.
 
     Raises:
         CheckpointError: config.json or elastic.json is missing, damaged, or they disagree.
@@ -218,6 +354,11 @@ def open_elastic(
     """
     config = read_config(folder)
     layout = layout_of(config)
+    own_widths = own_widths_in(folder)
+    if not per_layer:
+        refuse_per_layer(folder, own_widths)
+    if own_widths:
+        layout = checked_table(folder, layout, own_widths)
     if preset is not None:
         chosen = get_preset(preset)
         if chosen.layout.fingerprint != layout.fingerprint:

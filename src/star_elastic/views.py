@@ -7,6 +7,7 @@ pipelines, evaluation harnesses. Its parameters take no gradient; train through 
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from star_elastic.errors import ElasticError
 from star_elastic.layout import Layout
 from star_elastic.skeleton import Skeleton
-from star_elastic.submodel import Submodel
+from star_elastic.submodel import ElasticConfig, Submodel
 from star_elastic.swap import Slot
 
 
@@ -59,8 +60,9 @@ class ViewModel:
         model = self._skeleton.model
         self._parts = [part for part in parts if part.alias is None]
         self._tied = [(part.target, Slot.of(model, part.alias)) for part in parts if part.alias is not None]
-        if self._tied:
-            model.save_pretrained = types.MethodType(save_untied, model)
+        beside = ElasticConfig.of_slice(layout, submodel, {})
+        if self._tied or beside:
+            model.save_pretrained = types.MethodType(functools.partial(save, beside=beside), model)
         self._stamps: list[Stamp | None] = [None] * len(self._parts)
         if parent.can_generate():
             model.generation_config = copy.deepcopy(parent.generation_config)
@@ -84,12 +86,17 @@ class ViewModel:
         return self._skeleton.model.eval()
 
 
-def save_untied(self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    """``save_pretrained`` for a model with tied tensors that are views: each is handed over once, under the name it is tied to.
+def save(
+    self: PreTrainedModel, save_directory: Any, *args: Any, beside: ElasticConfig | None = None, **kwargs: Any
+) -> None:
+    """``save_pretrained`` for a model with tied tensors that are views, or one whose layers differ in width.
 
-    transformers would look for tied tensors by their memory, and fails where a tensor is no contiguous block.
+    Tied tensors are handed over once, under the name they are tied to: transformers would look for them by their memory, and
+    fails where a tensor is no contiguous block. ``beside`` is written as elastic.json, without which nothing loads the folder.
     """
     if not args and kwargs.get("state_dict") is None:
         tied = self.all_tied_weights_keys
         kwargs["state_dict"] = {name: tensor for name, tensor in self.state_dict().items() if name not in tied}
     type(self).save_pretrained(self, save_directory, *args, **kwargs)
+    if beside is not None:
+        beside.save(save_directory)

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import typer
 
-from star_elastic.cli import look, rank, slicing, training
+from star_elastic.cli import caching, look, profiling, rank, slicing, training
 from star_elastic.cli.app import app
-from star_elastic.errors import ElasticError, nearest
+from star_elastic.errors import ElasticError, StoppedElsewhere, nearest
 
 __all__ = ["app", "main"]
 
-VERBS = (look, rank, training, slicing)  # each registers its verbs on import
+VERBS = (look, rank, profiling, caching, training, slicing)  # each registers its verbs on import
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except typer.TyperException as error:
         return _fail(_usage_message(error, words))
+    except StoppedElsewhere:
+        return 2
     except ElasticError as error:
         return _fail(str(error))
     except KeyboardInterrupt:

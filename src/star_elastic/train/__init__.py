@@ -1,13 +1,14 @@
 """Nested distillation: one run that turns a sorted parent into an elastic checkpoint.
 
-The pieces, in the order in which a run uses them: ``recipe`` (what to do), ``prepare`` (checks before any weight is loaded),
-``rows``, ``files``, ``sources``, ``documents``, ``packing`` and ``data`` (from bytes to batches), ``curriculum`` and ``schedule``
-(which submodel, which learning rate), ``distill`` (the loss), ``loop`` (the run), ``state`` (checkpoints and exact resume),
-``report`` and ``card``.
+The pieces, in the order in which a run uses them: ``recipe`` and its parts (what to do), ``stages``, ``targets`` and ``prepare``
+(checks before any weight is loaded), ``rows``, ``files``, ``sources``, ``documents``, ``packing`` and ``data`` (from bytes to
+batches), ``curriculum`` and ``schedule`` (which submodel, which learning rate), ``teacher``, ``distill`` and ``gradients`` (the
+loss), ``anneal``, ``budget_loss`` and ``search`` (the router), ``models`` and ``loop`` (the run), ``state`` (checkpoints and
+exact resume), ``summary``, ``report``, ``card`` and ``output``.
 
 Example:
     >>> from star_elastic.train import train_family
-    >>> report = train_family("recipes/demo.yaml", ["steps=200", "optimizer.lr=3e-4"])
+    >>> report = train_family("recipes/demo.yaml", ["seed=1", "optimizer.lr=3e-4"])
     >>> report.submodels["small"].kd_recent
 """
 

@@ -36,8 +36,8 @@ def family_card(report: TrainReport, layout: Layout, elastic: ElasticConfig, *, 
         "|---|---|---|---|",
     ]
     for key, submodel in elastic.submodels.items():
-        total = cost.params(layout, submodel.widths, submodel.layers)
-        active = cost.active_params(layout, submodel.widths, submodel.layers)
+        total = cost.params(layout, submodel.keyed_widths, submodel.layers)
+        active = cost.active_params(layout, submodel.keyed_widths, submodel.layers)
         loss = report.submodels[key].kd_recent
         shown = "not trained" if loss is None else f"{loss:.4f}"
         lines.append(f"| {key} | {format_count(total)} ({total:,}) | {format_count(active)} ({active:,}) | {shown} |")

@@ -26,16 +26,34 @@ class BudgetSampler:
     """
 
     def __init__(self, probabilities: Mapping[str, float], seed: int) -> None:
-        self.names = tuple(probabilities)
-        weights = torch.tensor(list(probabilities.values()), dtype=torch.float64)
-        self._edges = torch.cumsum(weights / weights.sum(), dim=0)
         self._generator = torch.Generator().manual_seed(seed)
+        self.reweigh(probabilities)
+
+    def reweigh(self, probabilities: Mapping[str, float]) -> None:
+        """Draw with other probabilities from now on: a new stage."""
+        self.names = tuple(probabilities)
+        self._weights = torch.tensor(list(probabilities.values()), dtype=torch.float64)
 
     def draw(self) -> str:
         """The submodel of the next step."""
-        point = torch.rand((), generator=self._generator, dtype=torch.float64)
-        index = int(torch.searchsorted(self._edges, point, right=True))
-        return self.names[min(index, len(self.names) - 1)]  # rounding may leave the last edge just below 1
+        return self.draw_several(1)[0]
+
+    def draw_several(self, count: int) -> list[str]:
+        """Different submodels for one step, one after the other, each among those that are left.
+
+        With a count of all submodels, every step trains all of them, whatever the probabilities.
+        """
+        names, weights = list(self.names), self._weights
+        drawn = []
+        for _ in range(count):
+            edges = torch.cumsum(weights / weights.sum(), dim=0)
+            point = torch.rand((), generator=self._generator, dtype=torch.float64)
+            index = int(torch.searchsorted(edges, point, right=True))
+            while index >= len(names) or weights[index] == 0:  # rounding may leave the last edge just below 1
+                index -= 1
+            drawn.append(names.pop(index))
+            weights = torch.cat([weights[:index], weights[index + 1 :]])
+        return drawn
 
     def state(self) -> Tensor:
         """The generator's state, uint8, for a checkpoint."""

@@ -59,6 +59,10 @@ class Mixture(IterableDataset[list[int]]):
         """JSON-ready state of all streams."""
         return {"drawn": list(self._drawn), "streams": [stream.state() for stream in self._streams]}
 
+    def behind(self) -> dict[str, Any]:
+        """State of a mixture, of rows of another length perhaps, that goes on with documents that this one has not read."""
+        return {"drawn": [0] * len(self._streams), "streams": [stream.behind() for stream in self._streams]}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly behind the last row before ``state_dict``."""
         self._drawn = list(state["drawn"])
@@ -67,7 +71,14 @@ class Mixture(IterableDataset[list[int]]):
 
 
 def training_loader(
-    documents: Sequence[TokenDocuments], recipe: DataRecipe, *, length: int, batch_size: int, seed: int, pad: int
+    documents: Sequence[TokenDocuments],
+    recipe: DataRecipe,
+    *,
+    length: int,
+    batch_size: int,
+    seed: int,
+    pad: int,
+    after: StatefulDataLoader | None = None,
 ) -> StatefulDataLoader:
     """An endless loader of batches whose ``state_dict`` is JSON-ready and resumes exactly.
 
@@ -78,16 +89,21 @@ def training_loader(
         batch_size: Rows per batch.
         seed: Decides the order.
         pad: Token on the right of short rows (packing ``apart``).
+        after: Loader of the stage before, of rows of another length perhaps: what it has not read comes first.
     """
     streams = [
         RowStream(source, length, recipe.packing, -(-recipe.shuffle_tokens // length), f"{seed}/source {number}")
         for number, source in enumerate(documents)
     ]
+    mixture = Mixture(streams, recipe.weights())
+    if after is not None:
+        assert isinstance(after.dataset, Mixture)
+        mixture.load_state_dict(after.dataset.behind())
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 announces to remove.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(
-            Mixture(streams, recipe.weights()),
+            mixture,
             batch_size=batch_size,
             collate_fn=_Pad(pad),
             generator=torch.Generator(),  # it draws a seed from its generator; torch's global one is not its to move

@@ -12,12 +12,16 @@ head's gradient stay in fp32 (or fp64 when the inputs are).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+Rule = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+"""(the student's logits [chunk, V], which tokens they are of) -> (summed loss, its gradient with respect to the logits)."""
 
 
 def chunked_kl(
@@ -43,13 +47,37 @@ def chunked_kl(
     Returns:
         A scalar in fp32 (fp64 for fp64 inputs), zero when no token is real. Gradients reach the student's hidden states and head.
     """
-    student, teacher = _real_tokens(student_hidden, mask), _real_tokens(teacher_hidden, mask)
-    loss: Tensor = _ChunkedKL.apply(student, student_head, teacher.detach(), teacher_head.detach(), chunk_tokens)
+    teacher = real_tokens(teacher_hidden, mask).detach()
+    # Cast once: autocast would cast the whole [V, D] head again in every chunk.
+    teacher_head = teacher_head.detach().to(product_dtype(teacher))
+
+    def rule(student_logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        return _kl_and_residual(student_logits, logits_of(teacher[part], teacher_head))
+
+    return chunked_loss(student_hidden, student_head, mask, rule, chunk_tokens)
+
+
+def chunked_loss(hidden: Tensor, head: Tensor, mask: Tensor | None, rule: Rule, chunk_tokens: int) -> Tensor:
+    """Mean over real tokens of a loss on logits whose gradient is known in closed form.
+
+    Args:
+        hidden: [B, T, D].
+        head: [V, D].
+        mask: [B, T], non-zero at real tokens; None counts every token.
+        rule: The loss; it counts real tokens only, in the order of the rows.
+        chunk_tokens: Tokens whose logits exist at one time.
+
+    Returns:
+        A scalar in fp32 (fp64 for fp64 inputs), zero when no token is real. Gradients reach hidden states and head.
+    """
+    loss: Tensor = _ChunkedLoss.apply(real_tokens(hidden, mask), head, rule, chunk_tokens)
     return loss
 
 
 @torch.no_grad()
-def chunked_cross_entropy(hidden: Tensor, head: Tensor, input_ids: Tensor, mask: Tensor | None, chunk_tokens: int) -> Tensor:
+def chunked_cross_entropy(
+    hidden: Tensor, head: Tensor, input_ids: Tensor, mask: Tensor | None, chunk_tokens: int
+) -> Tensor:
     """Mean next-token cross-entropy in nats, for held-out evaluation (no gradient).
 
     Args:
@@ -63,35 +91,32 @@ def chunked_cross_entropy(hidden: Tensor, head: Tensor, input_ids: Tensor, mask:
         A scalar in fp32 (fp64 for fp64 inputs); zero when nothing is predicted.
     """
     targets_real = None if mask is None else mask[:, 1:]
-    states = _real_tokens(hidden[:, :-1], targets_real)
-    targets = _real_tokens(input_ids[:, 1:, None], targets_real)[:, 0]
-    head = head.to(_product_dtype(states))
-    total = torch.zeros((), dtype=_loss_dtype(states), device=states.device)
+    states = real_tokens(hidden[:, :-1], targets_real)
+    targets = real_tokens(input_ids[:, 1:, None], targets_real)[:, 0]
+    head = head.to(product_dtype(states))
+    total = torch.zeros((), dtype=loss_dtype(states), device=states.device)
     for start in range(0, len(states), chunk_tokens):
         part = slice(start, start + chunk_tokens)
-        total += F.cross_entropy(_logits(states[part], head), targets[part], reduction="sum")
+        total += F.cross_entropy(logits_of(states[part], head), targets[part], reduction="sum")
     return total / max(len(states), 1)
 
 
-class _ChunkedKL(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradients in one sweep over chunks of N real tokens."""
 
     @staticmethod
-    def forward(
-        ctx: Any, student: Tensor, student_head: Tensor, teacher: Tensor, teacher_head: Tensor, chunk_tokens: int
-    ) -> Tensor:
+    def forward(ctx: Any, student: Tensor, student_head: Tensor, rule: Rule, chunk_tokens: int) -> Tensor:
         tokens = max(len(student), 1)
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
-        # Cast once: autocast would cast the whole [V, D] head again in every chunk.
-        product = _product_dtype(student)
-        head, teacher_head = student_head.to(product), teacher_head.to(_product_dtype(teacher))
-        total = torch.zeros((), dtype=_loss_dtype(student), device=student.device)
+        product = product_dtype(student)
+        head = student_head.to(product)
+        total = torch.zeros((), dtype=loss_dtype(student), device=student.device)
         hidden_grad = torch.empty_like(student) if wants_hidden else None
         head_grad = torch.zeros_like(student_head, dtype=total.dtype) if wants_head else None
 
         for start in range(0, len(student), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            loss, residual = _kl_and_residual(_logits(student[part], head), _logits(teacher[part], teacher_head))
+            loss, residual = rule(logits_of(student[part], head), part)
             total += loss
             residual = residual.div_(tokens).to(product)  # d loss / d logits, [chunk, V]
             if hidden_grad is not None:
@@ -106,7 +131,7 @@ class _ChunkedKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         grads = (None if grad is None else grad * upstream[0].to(grad.dtype) for grad in ctx.saved_tensors)
-        return (*grads, None, None, None)
+        return (*grads, None, None)
 
 
 def _kl_and_residual(student_logits: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +143,7 @@ def _kl_and_residual(student_logits: Tensor, teacher_logits: Tensor) -> tuple[Te
     return loss, student_log.exp_().sub_(teacher_p)
 
 
-def _real_tokens(values: Tensor, mask: Tensor | None) -> Tensor:
+def real_tokens(values: Tensor, mask: Tensor | None) -> Tensor:
     """[B, T, D] -> [N, D], the rows where the mask is non-zero."""
     flat = values.reshape(-1, values.shape[-1])
     if mask is None:
@@ -126,9 +151,9 @@ def _real_tokens(values: Tensor, mask: Tensor | None) -> Tensor:
     return flat[mask.reshape(-1).to(flat.device) != 0]
 
 
-def _logits(hidden: Tensor, head: Tensor) -> Tensor:
+def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
     """[chunk, D] and [V, D] -> [chunk, V] in the dtype of the loss."""
-    return _matmul(hidden.to(head.dtype), head.T).to(_loss_dtype(hidden))
+    return _matmul(hidden.to(head.dtype), head.T).to(loss_dtype(hidden))
 
 
 def _matmul(left: Tensor, right: Tensor) -> Tensor:
@@ -137,7 +162,7 @@ def _matmul(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
 
 
-def _product_dtype(hidden: Tensor) -> torch.dtype:
+def product_dtype(hidden: Tensor) -> torch.dtype:
     """What a linear layer would compute in here: the autocast dtype where autocast is on, else the tensor's own."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # autocast leaves fp64 alone
@@ -145,5 +170,5 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _loss_dtype(hidden: Tensor) -> torch.dtype:
+def loss_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)

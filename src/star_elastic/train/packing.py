@@ -132,6 +132,10 @@ class RowStream:
         """JSON-ready state: where the block in hand begins, and how many of its rows are out."""
         return {"begin": asdict(self._begin), "emitted": self._emitted, "documents": len(self._documents)}
 
+    def behind(self) -> dict[str, Any]:
+        """State of a stream, of rows of another length perhaps, that goes on behind the block in hand."""
+        return {**self.state(), "begin": asdict(self._cursor.position), "emitted": 0}
+
     def restore(self, state: dict[str, Any]) -> None:
         """Continue exactly behind the last row before ``state`` was taken.
 
@@ -144,6 +148,7 @@ class RowStream:
                 "put the old data back, or begin a new run"
             )
         self._cursor = Cursor(self._documents, self._seed, Position(**state["begin"]))
+        self._begin, self._rows = self._cursor.position, []
         if state["emitted"]:
             self._read_block(self._cursor.position)
         self._emitted = state["emitted"]

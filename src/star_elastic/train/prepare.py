@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from star_elastic.checkpoint import Checkpoint
-from star_elastic.errors import RecipeError, ReservedNameError, UnknownNameError, WidthError
+from star_elastic.errors import RecipeError, UnknownNameError, nearest
 from star_elastic.layout import Layout
 from star_elastic.loading import choose_device
 from star_elastic.rewrite import locate
-from star_elastic.submodel import ElasticConfig, Submodel, check_named, open_elastic
+from star_elastic.submodel import ElasticConfig, open_elastic
+from star_elastic.train.balance import bias_rows
 from star_elastic.train.data import open_documents
 from star_elastic.train.documents import Documents, load_tokenizer
+from star_elastic.train.ranks import ALONE, Ranks
 from star_elastic.train.recipe import Recipe
+from star_elastic.train.sharding import check_group
+from star_elastic.train.stages import Stage
+from star_elastic.train.targets import Targets, resolve_targets
 
 
 @dataclass(frozen=True)
@@ -25,45 +32,74 @@ class Plan:
     Attributes:
         recipe: What to do.
         layout: The parent's table.
-        elastic: The parent's ``elastic.json`` (or preset), its submodels being those to train.
-        probabilities: Per submodel, summing to 1.
+        elastic: The parent's ``elastic.json`` (or preset), its submodels being those to train; none while they are learned.
+        targets: The nested models to train.
+        stages: The curriculum.
+        probabilities: By nested model, of each stage; they sum to 1.
+        frozen: Names of parameters that are not trained.
         tokenizer: The parent's.
         documents: One per source.
         device: Where to train.
         autocast: Dtype of matrix products; None without autocast.
         notes: What the user should know, though it stops nothing.
+        ranks: The processes of the run.
     """
 
     recipe: Recipe
     layout: Layout
     elastic: ElasticConfig
-    probabilities: dict[str, float]
+    targets: Targets
+    stages: tuple[Stage, ...]
+    probabilities: tuple[dict[str, float], ...]
+    frozen: frozenset[str]
     tokenizer: Any
     documents: list[Documents]
     device: torch.device
     autocast: torch.dtype | None
     notes: tuple[str, ...]
+    ranks: Ranks = ALONE
+
+    @property
+    def load_device(self) -> torch.device:
+        """Where weights are loaded: on the CPU where each process keeps a share of them only."""
+        return self.device if self.ranks.size == 1 or self.recipe.shard == "off" else torch.device("cpu")
+
+    @property
+    def search_steps(self) -> int:
+        """Planned steps of all search stages."""
+        return sum(stage.steps for stage in self.stages if stage.phase == "search")
 
 
-def prepare(recipe: Recipe) -> Plan:
+def prepare(recipe: Recipe, ranks: Ranks = ALONE) -> Plan:
     """Check a recipe against the parent, the machine and the data.
+
+    Args:
+        recipe: What to do.
+        ranks: The processes that will do it.
 
     Raises:
         CheckpointError: the parent, its weights' headers or its tokenizer cannot be read, or disagree with its config.json.
         WidthError, UnknownNameError: a submodel that the parent cannot be cut to, or an unknown name.
-        RecipeError: rows longer than the model allows; a tokenizer with more tokens than the model.
+        BudgetError: a budget that no candidates meet.
+        RecipeError: rows longer than the model allows; a tokenizer with more tokens than the model; nothing left to train; rows
+            that cannot be shared equally by the processes.
         ReservedNameError: a submodel ``full`` that is not the whole model.
         DeviceError: no such device here.
         DataError: data that cannot be read or is empty.
     """
-    device = choose_device(recipe.device)
+    device = own_device(recipe.device, ranks)
     config, layout, elastic = open_elastic(recipe.parent)
     known = open_elastic(recipe.parent, preset=recipe.preset)[2] if recipe.preset else elastic
-    elastic = elastic.model_copy(update={"submodels": _submodels(recipe, layout, known)})
+    targets = resolve_targets(recipe, layout, elastic, known)
+    stages = recipe.schedule
+    check_shares(stages, ranks)
+    check_group(ranks, recipe.shard, recipe.shard_group)
+    if recipe.balance_experts is not None:
+        bias_rows(layout)
+    probabilities = tuple(stage_probabilities(recipe, stage, targets.names) for stage in stages)
+    frozen = frozen_parameters(layout, recipe.freeze)
     locate(layout, Checkpoint.open(recipe.parent))
-    longest = config.get("max_position_embeddings")
-    if longest is not None and recipe.sequence_length > longest:
-        raise RecipeError(f"sequence_length = {recipe.sequence_length}: the parent's max_position_embeddings is {longest}")
+    check_lengths(stages, config.get("max_position_embeddings"))
     tokenizer = load_tokenizer(recipe.parent)
     if len(tokenizer) > config["vocab_size"]:
         raise RecipeError(
@@ -72,62 +108,108 @@ def prepare(recipe: Recipe) -> Plan:
     return Plan(
         recipe=recipe,
         layout=layout,
-        elastic=elastic,
-        probabilities=_probabilities(recipe, elastic),
+        elastic=elastic.model_copy(update={"submodels": targets.submodels}),
+        targets=targets,
+        stages=stages,
+        probabilities=probabilities,
+        frozen=frozen,
         tokenizer=tokenizer,
         documents=open_documents(recipe.data, tokenizer),
         device=device,
-        autocast=_autocast(recipe.precision, device),
-        notes=_notes(layout, elastic),
+        autocast=_autocast(recipe, device),
+        notes=targets.notes,
+        ranks=ranks,
     )
 
 
-def _submodels(recipe: Recipe, layout: Layout, known: ElasticConfig) -> dict[str, Submodel]:
-    """The nested models to train, in the recipe's order, all widths spelled out."""
-    if recipe.submodels is None:
-        if not known.submodels:
-            raise RecipeError(f"no submodels: {recipe.parent} has no elastic.json that lists any; give 'submodels' or 'preset'")
-        return {name: submodel.completed(layout) for name, submodel in known.submodels.items()}
-    chosen = {}
-    for name, entry in recipe.submodels.items():
-        if entry.widths is None and entry.layers is None:
-            try:
-                chosen[name] = known.get(name).completed(layout)
-            except UnknownNameError as error:
-                raise UnknownNameError(f"{error}; for a new submodel give widths, such as {{hidden: 48}}") from None
-            continue
-        submodel = Submodel(widths=entry.widths or {}, layers=entry.layers)
-        try:
-            check_named(name, submodel, layout)
-        except (WidthError, UnknownNameError, ReservedNameError) as error:
-            raise type(error)(f"submodel {name!r}: {error}") from None
-        chosen[name] = submodel.completed(layout)
-    return chosen
+def own_device(name: str, ranks: Ranks) -> torch.device:
+    """The device of a name; of several processes on GPUs, each takes the one of its number.
+
+    Raises:
+        DeviceError: no such device on this machine.
+        RecipeError: one GPU for several processes.
+    """
+    if ranks.size == 1:
+        return choose_device(name)
+    kind, _, number = name.partition(":")
+    if number:
+        raise RecipeError(f"device {name} is one device, but {ranks.size} processes train: give {kind}, or auto")
+    if name == "auto":
+        kind = choose_device(name).type
+    return choose_device(kind if kind == "cpu" else f"{kind}:{ranks.local_rank}")
 
 
-def _probabilities(recipe: Recipe, elastic: ElasticConfig) -> dict[str, float]:
-    given = {name: entry.probability for name, entry in (recipe.submodels or {}).items()}
-    shares = {name: given.get(name) or 1.0 for name in elastic.submodels}
+def check_shares(stages: tuple[Stage, ...], ranks: Ranks) -> None:
+    """Raise RecipeError for batches that cannot be shared equally by the processes."""
+    for number, stage in enumerate(stages):
+        if stage.batch_size % ranks.size:
+            where = f"stages.{number}: " if len(stages) > 1 else ""
+            near = max(stage.batch_size // ranks.size, 1) * ranks.size
+            raise RecipeError(
+                f"{where}batch_size {stage.batch_size} cannot be shared equally by {ranks.size} processes: give a multiple, "
+                f"such as {near}"
+            )
+
+
+def stage_probabilities(recipe: Recipe, stage: Stage, names: tuple[str, ...]) -> dict[str, float]:
+    """Chance of each nested model at a step of a stage, summing to 1.
+
+    Raises:
+        UnknownNameError: a probability for a nested model that is not trained.
+        RecipeError: one that is missing, or more nested models per step than can be drawn.
+    """
+    given: Mapping[str, float | None]
+    if stage.probabilities is not None:
+        given = stage.probabilities
+        for name in given:
+            if name not in names:
+                raise UnknownNameError(f"probabilities name {name!r}: {nearest(name, names)}")
+        if missing := [name for name in names if name not in given]:
+            raise RecipeError(f"probabilities lack {', '.join(missing)}; 0 leaves one out")
+        shares = {name: given[name] or 0.0 for name in names}
+    else:
+        given = {name: entry.probability for name, entry in (recipe.budgets or recipe.submodels or {}).items()}
+        shares = {name: given.get(name) or 1.0 for name in names}
+    if stage.budgets_per_step > (drawn := sum(share > 0 for share in shares.values())):
+        raise RecipeError(f"budgets_per_step {stage.budgets_per_step} is above the {drawn} that can be drawn")
     return {name: share / sum(shares.values()) for name, share in shares.items()}
 
 
-def _autocast(precision: str, device: torch.device) -> torch.dtype | None:
+def frozen_parameters(layout: Layout, patterns: tuple[str, ...]) -> frozenset[str]:
+    """Names of the parameters that match any of the shell patterns.
+
+    Raises:
+        RecipeError: a pattern without a match, or patterns that leave nothing to train.
+    """
+    names = {unit.name(row) for unit, row in layout.tensors() if not row.buffer and row.alias is None}
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = set(fnmatch.filter(names, pattern))
+        if not matched:
+            raise RecipeError(f"freeze: no parameter matches {pattern!r}; {nearest(pattern, names)}")
+        found |= matched
+    if found == names:
+        raise RecipeError(f"freeze: {', '.join(patterns)} match every parameter: nothing is left to train")
+    return frozenset(found)
+
+
+def check_lengths(stages: tuple[Stage, ...], longest: int | None) -> None:
+    """Raise RecipeError for rows that are longer than the model allows."""
+    for number, stage in enumerate(stages):
+        if longest is not None and stage.sequence_length > longest:
+            where = f"stages.{number}: " if len(stages) > 1 else ""
+            raise RecipeError(
+                f"{where}sequence_length = {stage.sequence_length}: the parent's max_position_embeddings is {longest}"
+            )
+
+
+def _autocast(recipe: Recipe, device: torch.device) -> torch.dtype | None:
     """bf16 where asked for; with ``auto`` where the hardware multiplies bf16, since emulated it is slower than fp32."""
-    if precision == "auto":
+    if recipe.precision == "auto" and recipe.master_weights == "fp32":
         if device.type == "cpu":
             capabilities = torch.cpu.get_capabilities()
             fast = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
         else:
             fast = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if fast else None
-    return torch.bfloat16 if precision == "bf16" else None
-
-
-def _notes(layout: Layout, elastic: ElasticConfig) -> tuple[str, ...]:
-    """Axes that a submodel cuts although the parent was never sorted along them."""
-    full = layout.complete({})
-    cut = {axis for submodel in elastic.submodels.values() for axis, width in submodel.widths.items() if width < full[axis]}
-    unsorted = sorted(cut - set(elastic.sorted_axes))
-    if not unsorted:
-        return ()
-    return (f"the parent is not sorted along {', '.join(unsorted)}: submodels keep arbitrary members there; run `sort` first",)
+    return None if recipe.precision == "fp32" else torch.bfloat16

@@ -7,54 +7,35 @@ at 1.0, learning rate 1e-4 falling to 1e-5 along a cosine after 60 steps of warm
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from star_elastic.errors import nearest
+from star_elastic.train.recipe_options import BalanceRecipe, Tracker
+from star_elastic.train.recipe_search import BudgetRecipe, RouterRecipe, StageRecipe
+from star_elastic.train.recipe_types import (
+    Beta,
+    Decay,
+    Folder,
+    Name,
+    NaturalInt,
+    NotNegative,
+    Positive,
+    PositiveInt,
+    RowLength,
+    Section,
+    Switch,
+    Tokens,
+    all_or_none,
+    mistake,
+)
+from star_elastic.train.stages import Stage, resolve_stages
 from star_elastic.train.yaml_text import Overrides, YamlText, explain
-from star_elastic.units import parse_count
-
-
-def _count(value: Any) -> Any:
-    """``60B`` and ``1.5e9``, which YAML reads as text, and ``1.5e+9``, which it reads as a float."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return parse_count(value) if isinstance(value, str) else value
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):  # Python's True is 1
-        raise ValueError("should be a number")
-    return value
-
-
-def _filled(value: Any) -> Any:
-    if isinstance(value, str) and not value.strip():  # as a path it would mean the current folder
-        raise ValueError("should not be empty")
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError("should not contain a NUL character")
-    return value
-
-
-# Whole numbers are strict: neither true nor '32' nor 32.0. Other numbers may be text, since YAML reads 1e-4 as text.
-PositiveInt = Annotated[int, Field(ge=1, strict=True)]
-NaturalInt = Annotated[int, Field(ge=0, strict=True)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
-Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
-Folder = Annotated[Path, BeforeValidator(_filled)]
-Name = Annotated[str, BeforeValidator(_filled)]
 
 KIND_SHARES = {"reasoning": 0.7, "text": 0.3}
-
-
-class Section(BaseModel):
-    """Base of the recipe and its parts: no unknown key passes, nothing changes after reading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class SubmodelRecipe(Section):
@@ -131,8 +112,8 @@ class DataRecipe(Section):
 
     @field_validator("sources")
     @classmethod
-    def _weights_for_all_or_none(cls, sources: tuple[SourceRecipe, ...]) -> tuple[SourceRecipe, ...]:
-        _all_or_none("weight", {source.name: source.weight for source in sources})
+    def _weights_forall_or_none(cls, sources: tuple[SourceRecipe, ...]) -> tuple[SourceRecipe, ...]:
+        all_or_none("weight", {source.name: source.weight for source in sources})
         return sources
 
     def weights(self) -> tuple[float, ...]:
@@ -182,22 +163,38 @@ class Recipe(Section):
         output: Folder of the elastic checkpoint to write; must not exist or be empty. Until it is done the run lives beside it,
             in ``OUTPUT.run``.
         preset: Nested sizes of a published family. Default: those of the parent's ``elastic.json``.
-        submodels: The nested models to train, by name. Default: all of the preset or of ``elastic.json``.
+        submodels: The nested models to train, by name, with fixed widths. Default: all of the preset or of ``elastic.json``.
+        budgets: Instead of ``submodels`` and ``preset``: what each nested model may cost; a router learns the widths.
+        router: How it learns them.
+        stages: The curriculum, in order: search stages, then settle stages. Default: ``steps`` or ``tokens`` as one settle stage;
+            with budgets 5/8 of them as a search stage and the rest as a settle stage.
         data: What to learn from.
         sequence_length: Tokens per row.
         batch_size: Rows per step.
-        steps: Optimizer steps of the run.
+        accumulate: Parts that a step's rows are run in, one after the other: less memory, the same step.
+        budgets_per_step: How many nested models learn from a step's rows; the teacher reads them once.
+        steps: Optimizer steps of the run, where there are no ``stages``.
         tokens: Instead of ``steps``: tokens of the run, such as ``60B`` or ``1.5e9``, rounded up to whole steps of
             ``batch_size * sequence_length``.
-        optimizer: AdamW and its learning rate.
+        optimizer: AdamW and its learning rate, of every stage that does not say otherwise.
         precision: ``bf16`` runs matrix products under autocast, ``fp32`` does not; ``auto`` takes bf16 where the hardware has it.
-            The student's weights and AdamW's moments stay fp32 either way.
+        master_weights: Dtype of the student's weights, gradients and AdamW's moments. ``bf16`` takes half the memory, but drops
+            updates below 1/256 of a weight: at the end of a cosine that is most of them.
+        ema: Decay of a running average of the weights, which is then what is written; None for none.
+        freeze: Shell patterns of parameter names that are not trained.
         kl_chunk_tokens: Tokens whose logits exist at one time in the loss.
-        activation_checkpointing: Recompute each layer in the backward pass: less memory, about a third more time.
+        teacher_cache: What ``cache-teacher`` wrote for this recipe; the teacher is then not loaded.
+        balance_experts: Move the experts' selection bias towards even loads; None leaves it as it is.
+        shard: How several processes share the models: ``full`` gives each a share of every large tensor; ``hybrid`` keeps a copy
+            in each group of processes, for less traffic between machines; ``off`` gives each a copy.
+        shard_group: Processes that share one copy in ``hybrid``; those of a machine by default.
+        activation_checkpointing: Recompute each layer in the backward pass: less memory, about a third more time. ``auto`` does
+            it in search stages, where masked copies of all layers would live until then.
         checkpoint_every: Steps between checkpoints of the run.
         keep_checkpoints: How many of the latest to keep.
         log_every: Steps between lines of ``metrics.jsonl``.
-        seed: Seed of the data order, of the choice of submodels and of torch.
+        track: Where metrics go besides: ``tensorboard``, ``wandb``, or both.
+        seed: Seed of the data order, of the choice of submodels, of the router and of torch.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ...
     """
 
@@ -205,43 +202,115 @@ class Recipe(Section):
     output: Folder
     preset: str | None = None
     submodels: dict[str, SubmodelRecipe] | None = Field(default=None, min_length=1)
+    budgets: dict[Name, BudgetRecipe] | None = Field(default=None, min_length=1)
+    router: RouterRecipe = RouterRecipe()
+    stages: tuple[StageRecipe, ...] | None = Field(default=None, min_length=1)
     data: DataRecipe
-    sequence_length: Annotated[int, Field(ge=2, strict=True)] = 8192
+    sequence_length: RowLength = 8192
     batch_size: PositiveInt = 8
+    accumulate: PositiveInt = 1
+    budgets_per_step: PositiveInt = 1
     steps: PositiveInt | None = None
-    tokens: Annotated[PositiveInt, BeforeValidator(_count)] | None = None
+    tokens: Tokens | None = None
     optimizer: OptimizerRecipe = OptimizerRecipe()
     precision: Literal["auto", "bf16", "fp32"] = "auto"
+    master_weights: Literal["fp32", "bf16"] = "fp32"
+    ema: Decay = None
+    freeze: tuple[Name, ...] = ()
     kl_chunk_tokens: PositiveInt = 1024
-    activation_checkpointing: Annotated[bool, Field(strict=True)] = False
+    teacher_cache: Folder | None = None
+    balance_experts: BalanceRecipe | None = None
+    shard: Literal["full", "hybrid", "off"] = "full"
+    shard_group: PositiveInt | None = None
+    activation_checkpointing: Switch = "auto"
     checkpoint_every: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2
     log_every: PositiveInt = 1
+    track: tuple[Tracker, ...] = ()
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     device: str = "auto"
 
-    @field_validator("submodels")
+    @field_validator("submodels", "budgets")
     @classmethod
-    def _probabilities_for_all_or_none(
-        cls, submodels: dict[str, SubmodelRecipe] | None
-    ) -> dict[str, SubmodelRecipe] | None:
-        _all_or_none("probability", {name: submodel.probability for name, submodel in (submodels or {}).items()})
-        return submodels
+    def _probabilities_for_all_or_none(cls, entries: dict[str, Any] | None) -> dict[str, Any] | None:
+        all_or_none("probability", {name: entry.probability for name, entry in (entries or {}).items()})
+        return entries
 
     @model_validator(mode="after")
-    def _length_of_the_run(self) -> Recipe:
-        if (self.steps is None) == (self.tokens is None):
-            raise ValueError("a recipe needs exactly one of 'steps' and 'tokens'")
-        if self.optimizer.warmup_steps >= self.total_steps:
-            raise ValueError(
-                f"optimizer.warmup_steps {self.optimizer.warmup_steps} must be below the run's {self.total_steps} steps"
-            )
+    def _keys_that_fit_together(self) -> Recipe:
+        if self.budgets is None:
+            if "router" in self.model_fields_set:
+                raise mistake("a router needs 'budgets' to learn widths for; 'submodels' have fixed ones", "router")
+        elif self.submodels is not None or self.preset is not None:
+            other = "submodels" if self.submodels is not None else "preset"
+            raise mistake(f"give either 'budgets' (widths are learned) or {other!r} (widths are fixed)", other)
+        if self.precision == "fp32" and self.master_weights == "bf16":
+            raise mistake("master_weights bf16 computes in bf16: precision fp32 contradicts it", "master_weights")
+        if self.stages is None and (self.steps is None) == (self.tokens is None):
+            raise ValueError("a recipe needs exactly one of 'steps' and 'tokens', or 'stages'")
+        if self.stages is not None and (self.steps is not None or self.tokens is not None):
+            given = "steps" if self.steps is not None else "tokens"
+            raise mistake(f"with 'stages', each stage says its own length: remove {given!r}", given)
+        return self
+
+    @model_validator(mode="after")
+    def _stages_that_can_run(self) -> Recipe:
+        _check_order(self)
+        names = list(self.budgets or self.submodels or ())
+        for number, stage in enumerate(self.schedule):
+            at = () if self.stages is None else ("stages", number)
+            where = "the run" if self.stages is None else f"stages.{number}"
+            prefix = "optimizer.warmup_steps" if self.stages is None else f"{where}: warmup_steps"
+            length = f"the run's {stage.steps} steps" if self.stages is None else f"its {stage.steps} steps"
+            if self.stages is None and self.budgets is not None:
+                length = f"the {stage.phase} stage's {stage.steps} steps"
+            if stage.warmup_steps >= stage.steps:
+                raise mistake(f"{prefix} {stage.warmup_steps} must be below {length}", *at)
+            if stage.min_lr > stage.lr:
+                raise mistake(f"{where}: min_lr {stage.min_lr:g} must not be above lr {stage.lr:g}", *at)
+            if stage.accumulate > stage.batch_size:
+                raise mistake(f"{where}: accumulate {stage.accumulate} is above batch_size {stage.batch_size}", *at)
+            if names:
+                _check_names(stage, names, where, at)
         return self
 
     @property
+    def schedule(self) -> tuple[Stage, ...]:
+        """The stages with every value spelled out."""
+        return resolve_stages(self)
+
+    @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run."""
-        return self.steps or math.ceil((self.tokens or 0) / (self.batch_size * self.sequence_length))
+        """Planned optimizer steps of the run."""
+        return sum(stage.steps for stage in self.schedule)
+
+
+def _check_order(recipe: Recipe) -> None:
+    """Search needs budgets, budgets need search, and search comes before settling."""
+    phases = [stage.phase for stage in recipe.stages or ()]
+    if "search" in phases and recipe.budgets is None:
+        raise mistake("a search stage needs 'budgets' to learn widths for", "stages", phases.index("search"))
+    if phases and recipe.budgets is not None and phases[0] != "search":
+        raise mistake("the first stage of a recipe with budgets must be a search stage", "stages", 0)
+    for number in range(1, len(phases)):
+        if (phases[number - 1], phases[number]) == ("settle", "search"):
+            raise mistake(f"stages.{number} is a search stage after a settle stage: search first", "stages", number)
+
+
+def _check_names(stage: Stage, names: Sequence[str], where: str, at: tuple[str | int, ...]) -> None:
+    """Probabilities are for known nested models and for all of them; a step cannot train more than there are."""
+    given = stage.probabilities
+    if given is not None:
+        for name in given:
+            if name not in names:
+                raise mistake(
+                    f"{where}: probabilities name {name!r}: {nearest(name, names)}", *at, "probabilities", name
+                )
+        if missing := [name for name in names if name not in given]:
+            raise mistake(f"{where}: probabilities lack {', '.join(missing)}; 0 leaves one out", *at, "probabilities")
+    drawn = sum(share > 0 for share in given.values()) if given is not None else len(names)
+    if stage.budgets_per_step > drawn:
+        raise mistake(f"{where}: budgets_per_step {stage.budgets_per_step} is above the {drawn} that can be drawn", *at)
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
@@ -276,9 +345,3 @@ def override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         return Recipe.model_validate(changes.apply(given))
     except ValidationError as error:
         raise explain(error, Recipe, None, changes) from None
-
-
-def _all_or_none(key: str, values: Mapping[str, float | None]) -> None:
-    missing = [name for name, value in values.items() if value is None]
-    if missing and len(missing) < len(values):
-        raise ValueError(f"give {key!r} for all or for none; it is missing for {', '.join(missing)}")

@@ -39,16 +39,42 @@ class Losses:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """The widths that a router chose for a budget.
+
+    Attributes:
+        kind: What the budget counts.
+        target: Parameters, bytes or seconds.
+        cost: Of the chosen widths.
+        error: cost / target - 1.
+        choice_probability: That the router gives to these widths together.
+        is_most_probable: Whether it gives more to no other widths on any axis; else those miss the budget.
+        cut: Chosen widths of the axes on which there was a choice.
+        text: Cost and target for people.
+    """
+
+    kind: str
+    target: float
+    cost: float
+    error: float
+    choice_probability: float
+    is_most_probable: bool
+    cut: Mapping[str, int]
+    text: str
+
+
+@dataclass(frozen=True)
 class SubmodelReport:
     """One submodel's training.
 
     Attributes:
         params: Parameters, all of them.
-        probability: Chance of a step to train it.
+        probability: Chance of a step to train it, mean over all planned steps.
         steps: Steps that did.
         kd_first: Distillation loss of its first step, nats per token; None if it was never drawn.
         kd_recent: Mean of its last 20 steps.
         kd_mean: Mean of all its steps.
+        choice: What was learned for it; None for fixed widths.
     """
 
     params: int
@@ -57,9 +83,10 @@ class SubmodelReport:
     kd_first: float | None
     kd_recent: float | None
     kd_mean: float | None
+    choice: Choice | None = None
 
     @classmethod
-    def of(cls, params: int, probability: float, losses: Losses) -> SubmodelReport:
+    def of(cls, params: int, probability: float, losses: Losses, choice: Choice | None = None) -> SubmodelReport:
         """Summarise one submodel."""
         trained = losses.steps > 0
         return cls(
@@ -69,6 +96,7 @@ class SubmodelReport:
             kd_first=losses.first,
             kd_recent=sum(losses.recent) / len(losses.recent) if trained else None,
             kd_mean=losses.total / losses.steps if trained else None,
+            choice=choice,
         )
 
 
@@ -106,7 +134,9 @@ class TrainReport:
         """Print the same numbers as a table."""
         console = console or Console()
         rate = f", {self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
-        table = Table(title=f"{self.steps:,} steps, {self.tokens:,} tokens, {self.seconds:,.0f} s{rate}", title_justify="left")
+        table = Table(
+            title=f"{self.steps:,} steps, {self.tokens:,} tokens, {self.seconds:,.0f} s{rate}", title_justify="left"
+        )
         table.add_column("submodel")
         for heading in ("params", "probability", "steps", "KD first", f"KD last {RECENT}", "KD mean"):
             table.add_column(heading, justify="right")
@@ -115,6 +145,29 @@ class TrainReport:
             shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
             table.add_row(name, f"{entry.params:,}", f"{entry.probability:.3f}", f"{entry.steps:,}", *shown)
         console.print(table)
+        if any(entry.choice for entry in self.submodels.values()):
+            console.print(self._choices())
         for note in self.notes:
             console.print(f"note: {note}", markup=False, soft_wrap=True)
         console.print(f"wrote {self.output}", markup=False, soft_wrap=True)
+
+    def _choices(self) -> Table:
+        """The learned widths."""
+        table = Table(title="learned widths", title_justify="left")
+        table.add_column("submodel")
+        for heading in ("budget", "cost", "error", "probability"):
+            table.add_column(heading, justify="right")
+        table.add_column("widths")
+        for name, entry in self.submodels.items():
+            if (choice := entry.choice) is not None:
+                cost, target = choice.text.split(" of ")
+                widths = ", ".join(f"{axis} {width}" for axis, width in choice.cut.items())
+                table.add_row(
+                    name,
+                    f"{choice.kind} {target}",
+                    cost,
+                    f"{choice.error:+.1%}",
+                    f"{choice.choice_probability:.3f}",
+                    widths,
+                )
+        return table

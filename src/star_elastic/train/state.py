@@ -8,6 +8,9 @@
       checkpoints/step-000500/   model.safetensors  optimizer.safetensors  random.safetensors  state.json
 
 A checkpoint appears whole or not at all, and is bit-exact: what follows it does not depend on whether the run was interrupted.
+
+Where several processes train, what is spread over them lies in ``shards/``, a file per process (``sharded_state``), instead of
+model, optimizer and average; any number of processes can go on from either form. The main process does the rest.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,16 @@ from star_elastic.checkpoint import check_target, target_folder
 from star_elastic.checkpoint.target import remove_empty
 from star_elastic.errors import CheckpointError, RecipeError, TargetError
 from star_elastic.submodel import read_json
+from star_elastic.train.ranks import ALONE, Ranks
 from star_elastic.train.recipe import Recipe
+from star_elastic.train.sharded_state import load_sharded, save_sharded, spread
 
 # What may differ between a run and its resumption: it does not touch a single number of the result.
-FREE_KEYS = frozenset({"checkpoint_every", "keep_checkpoints", "log_every", "output", "device"})
+FREE_KEYS = frozenset(
+    {"checkpoint_every", "keep_checkpoints", "log_every", "track", "output", "device", "shard", "shard_group"}
+)
+SHARDS = "shards"  # folder in a checkpoint
+SPREAD = ("model", "optimizer", "average")  # what lies there, instead of in files of these names
 
 
 class RunFolder:
@@ -40,10 +49,11 @@ class RunFolder:
 
     Args:
         recipe: The recipe of the run.
+        ranks: The processes that train; only the main one writes, but for shards.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, ranks: Ranks = ALONE) -> None:
+        self.recipe, self.ranks = recipe, ranks
         self.path = Path(f"{recipe.output}.run")
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
@@ -75,6 +85,14 @@ class RunFolder:
         Raises:
             TargetError: another process trains in it, or it cannot be made.
         """
+        with ExitStack() as stack:
+            with self.ranks.agreed():
+                if self.ranks.is_main:
+                    stack.enter_context(self._opened())
+            yield
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
         made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         with self._locked():
             try:
@@ -110,6 +128,13 @@ class RunFolder:
         """The newest whole checkpoint."""
         return max(self.checkpoints.glob("step-*"), default=None)
 
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint after ``step`` steps."""
+        return self._of(step).exists()
+
+    def _of(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
     def save(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         """Write a checkpoint and drop the oldest beyond ``keep_checkpoints``.
 
@@ -122,35 +147,72 @@ class RunFolder:
             CheckpointError: the disk is full; earlier checkpoints stay.
         """
         size = sum(tensor.nbytes for file in tensors.values() for tensor in file.values())
-        with target_folder(self.checkpoints / f"step-{step:08d}", size=size) as folder:
-            for name, content in tensors.items():
-                save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / f"{name}.safetensors")
-            (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-            for file in folder.iterdir():
-                _flush_to_disk(file)
+        with self._target(step, size) as folder:
+            if self.ranks.size > 1:
+                shared = {f"{name}/{key}": value for name in SPREAD for key, value in tensors.pop(name, {}).items()}
+                save_sharded(folder / SHARDS, shared)
+            with self.ranks.agreed():
+                if self.ranks.is_main:
+                    _write(folder, tensors, state)
+        if not self.ranks.is_main:
+            return
         for old in sorted(self.checkpoints.glob("step-*"))[: -self.recipe.keep_checkpoints]:
             shutil.rmtree(old)
 
-    def load(self, folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Read what ``save`` wrote.
+    @contextmanager
+    def _target(self, step: int, size: int) -> Iterator[Path]:
+        """The folder of a new checkpoint for all processes; the main one makes it, and renames it when all are done."""
+        with ExitStack() as stack:
+            folder = None
+            with self.ranks.agreed():
+                if self.ranks.is_main:
+                    folder = stack.enter_context(target_folder(self._of(step), size=size))
+            yield Path(self.ranks.from_main(str(folder)))
+
+    def load(
+        self, folder: Path, places: Mapping[str, Mapping[str, Tensor]]
+    ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Read what ``save`` wrote, on whatever number of processes.
+
+        Args:
+            folder: The checkpoint.
+            places: By file and name, tensors whose distribution over the processes those that are read take over.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
+        with self.ranks.agreed():
+            tensors, state = self._read(folder)
+        flat = {f"{file}/{name}": place for file, content in places.items() for name, place in content.items()}
+        if (folder / SHARDS).exists():
+            for path, tensor in load_sharded(folder / SHARDS, flat).items():
+                file, _, name = path.partition("/")
+                tensors.setdefault(file, {})[name] = tensor
+        else:
+            for file in (name for name in SPREAD if name in tensors):
+                tensors[file] = spread(tensors[file], places.get(file, {}))
+        return tensors, state
+
+    def _read(self, folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """The files that every process reads whole."""
         try:
             tensors = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
         except Exception as error:  # safetensors raises its own kind for damage, OSError for the rest
-            raise CheckpointError(f"{folder} cannot be read ({error}); remove it to resume from the one before") from None
+            raise CheckpointError(
+                f"{folder} cannot be read ({error}); remove it to resume from the one before"
+            ) from None
         return tensors, read_json(folder / "state.json")
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to ``metrics.jsonl``."""
+        if not self.ranks.is_main:
+            return
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the lines of steps after ``step``: they will be taken again."""
-        if not self.metrics.exists():  # no step was due for a line yet
+        if not self.ranks.is_main or not self.metrics.exists():  # no step was due for a line yet
             return
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
@@ -160,15 +222,20 @@ class RunFolder:
 
     def remove(self) -> None:
         """Forget the run: its result is written."""
-        shutil.rmtree(self.path)
+        if self.ranks.is_main:
+            shutil.rmtree(self.path)
 
     def _check_same_recipe(self) -> None:
         before = read_json(self._recipe_file)
         now = json.loads(self.recipe.model_dump_json())
+        for recipe in (before, now):  # a search that missed its budgets may go on longer
+            recipe.get("router", {}).pop("max_extension", None)
         for key in sorted({*before, *now} - FREE_KEYS):
             if before.get(key) != now.get(key):
                 where, old, new = _difference(key, before.get(key), now.get(key))
-                raise RecipeError(f"the recipe changed since {self.path} began: {where} was {old!r}, now {new!r}; put it back")
+                raise RecipeError(
+                    f"the recipe changed since {self.path} began: {where} was {old!r}, now {new!r}; put it back"
+                )
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -176,6 +243,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     saved = model.state_dict().keys()
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return parameters | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under ``prefix.name``."""
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def unprefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the tensors that ``prefixed`` named."""
+    return {
+        name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}.")
+    }
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -191,7 +270,9 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copy saved tensors into the model."""
     places = model_tensors(model)
     if places.keys() != tensors.keys():
-        raise CheckpointError(f"checkpoint and model differ in tensors, among them {sorted(places.keys() ^ tensors.keys())[0]}")
+        raise CheckpointError(
+            f"checkpoint and model differ in tensors, among them {sorted(places.keys() ^ tensors.keys())[0]}"
+        )
     for name, place in places.items():
         place.copy_(tensors[name])
 
@@ -199,7 +280,9 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Put saved moments back; a parameter that had no step yet has none."""
     for name, parameter in model.named_parameters():
-        entry = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors}
+        entry = {
+            key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors
+        }
         if entry:
             # AdamW counts steps on the CPU and keeps moments beside the parameter.
             optimizer.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in entry.items()}
@@ -231,6 +314,15 @@ def _difference(key: str, before: Any, now: Any) -> tuple[str, Any, Any]:
         index = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
         return _difference(f"{key}.{index}", before[index], now[index])
     return key, before, now
+
+
+def _write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+    """Fill a checkpoint's folder, and see it on disk."""
+    for name, content in tensors.items():
+        save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / f"{name}.safetensors")
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    for file in folder.iterdir():
+        _flush_to_disk(file)
 
 
 def _flush_to_disk(file: Path) -> None:

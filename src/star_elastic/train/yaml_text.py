@@ -121,7 +121,10 @@ def explain(error: ValidationError, model: type[BaseModel], text: YamlText | Non
     for mistake in mistakes:
         if mistake["type"] == "too_short" and any(_lies_below(other["loc"], mistake["loc"]) for other in mistakes):
             continue  # pydantic counts the items that are right: a lone wrong one makes the list "empty" as well
-        key = tuple(mistake["loc"])
+        key = (
+            *mistake["loc"],
+            *mistake.get("ctx", {}).get("key", ()),
+        )  # a rule may say which key of its section breaks it
         if (changed := overrides.text(key)) is not None:
             place, order = f"override {changed!r}: ", 0
         elif text is not None:
@@ -145,6 +148,8 @@ def _sentence(mistake: Any, key: Key, model: type[BaseModel]) -> str:
     if kind == "model_type":
         known = ", ".join(_model_at(model, key).model_fields)
         return f"{_dotted(key)} = {_short(mistake['input'])}: should be a mapping; known keys: {known}"
+    if kind == "rule":
+        return message
     for pydantics, ours in WORDS.items():
         message = message.replace(pydantics, ours)
     if kind == "value_error" and isinstance(mistake["input"], dict | list | tuple | BaseModel):

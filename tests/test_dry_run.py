@@ -1,0 +1,262 @@
+"""The dry run: what it says of the published run and of small ones, against counts by hand and real folders; what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from test_cli import refused
+from test_latency import table_for
+from tiny import tiny_folder
+from transformers import AutoModelForCausalLM
+
+from star_elastic.cli import main
+from star_elastic.demo.tokenizer import write_tokenizer
+from star_elastic.errors import DataError, RecipeError, TargetError, UnknownNameError, WidthError
+from star_elastic.families import layout_of
+from star_elastic.slice import slice_checkpoint
+from star_elastic.submodel import Submodel, read_config
+from star_elastic.train.anneal import Anneal
+from star_elastic.train.dry_run import DryRun, dry_run
+
+NANO = Path(__file__).parent.parent / "recipes" / "nano-v3.yaml"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def published() -> DryRun:
+    return dry_run(NANO, world_size=8, device_memory=80 * GIB)
+
+
+def test_the_published_run_has_its_steps_and_tokens(published: DryRun) -> None:
+    search, settle = published.stages
+    assert (search.phase, search.sequence_length, search.batch_size) == ("search", 8192, 1536)
+    assert (settle.phase, settle.sequence_length, settle.batch_size) == ("settle", 49152, 512)
+    assert search.steps == -(-100_000_000_000 // (1536 * 8192)) and settle.steps == -(-60_000_000_000 // (512 * 49152))
+    assert search.tokens >= 100e9 and settle.tokens >= 60e9
+    assert (search.rows_per_pass, settle.rows_per_pass) == (1, 1)
+    assert list(settle.probabilities.values()) == pytest.approx([0.5, 0.3, 0.2])
+    assert list(search.probabilities.values()) == pytest.approx([1 / 3] * 3)
+
+
+def test_the_published_budgets_are_met_by_the_published_widths(published: DryRun) -> None:
+    full, middle, small = published.budgets.values()
+    assert full.nearest == full.target == 31_577_937_344 and full.widths == "the whole model"
+    assert middle.widths == "hidden 2016" and abs(middle.error) < 0.001
+    assert abs(small.error) < 0.001 and small.least < small.target < small.most == full.target
+    assert published.candidates["hidden"] == (2688, 2016, 1920, 1392)
+
+
+def test_the_temperature_is_cold_at_the_end_of_the_search(published: DryRun) -> None:
+    steps = published.stages[0].steps
+    assert published.cold_step == steps - 1 and Anneal(steps).tau(steps - 1) == pytest.approx(0.05)
+    early = dry_run(NANO, ["router.tau=[1.0, 0.0025]"])  # twice as far in the logarithm: half the way
+    assert early.cold_step == pytest.approx((steps - 1) / 2, abs=1)
+    warm = dry_run(NANO, ["router.tau=[1.0, 0.5]"])
+    assert warm.cold_step is None and any("tau ends at 0.5" in warning for warning in warm.warnings)
+
+
+def test_eight_devices_are_said_to_be_too_small_and_what_helps_does(published: DryRun) -> None:
+    told = [warning for warning in published.warnings if "needs about" in warning]
+    assert len(told) == 2 and all("master_weights: bf16, more devices than 8" in warning for warning in told)
+    for changes, world in ((["master_weights=bf16"], 8), (["stages.0.accumulate=48", "stages.1.accumulate=16"], 32)):
+        other = dry_run(NANO, changes, world_size=world, device_memory=80 * GIB)
+        assert not [warning for warning in other.warnings if "needs about" in warning]
+        assert all(stage.rows_per_pass == 1 for stage in other.stages)
+
+
+def test_the_recipe_and_the_page_state_the_numbers_that_the_dry_run_prints(published: DryRun) -> None:
+    page = " ".join((NANO.parent.parent / "docs/how-to/plan-a-run.md").read_text().split())
+    text = " ".join(NANO.read_text().replace("#", " ").split())
+    first, second = (round(stage.memory.total / GIB) for stage in published.stages)
+    assert f"{first} GiB in stage 1 and {second} GiB in stage 2" in text
+    assert f"{first} GiB in the first stage and {second} GiB" in page
+    bf16 = dry_run(NANO, ["master_weights=bf16"], world_size=8)
+    more = dry_run(NANO, ["stages.0.accumulate=48", "stages.1.accumulate=16"], world_size=32)
+    for other in (bf16, more):
+        one, two = (round(stage.memory.total / GIB) for stage in other.stages)
+        assert f"({one} and {two} GiB" in text and f"{one} and {two} GiB" in page
+    state = round(published.stages[0].memory.state / GIB)
+    assert f"{state} GiB on each of 8 devices" in text and f"{state} GiB on each of 8 devices" in page
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_folder(tmp_path_factory.mktemp("dry") / "parent", vocab_size=288)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def content(parent: Path, tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "text.txt").write_text("Some text to read, line after line.\n" * 40)
+    return {
+        "parent": str(parent),
+        "output": str(tmp_path / "out"),
+        "budgets": {"full": {"params": 1.0}, "half": {"params": 0.5}},
+        "data": {"sources": [{"path": str(tmp_path / "text.txt")}]},
+        "sequence_length": 16,
+        "batch_size": 4,
+        "steps": 16,
+        "optimizer": {"warmup_steps": 2},
+        "device": "cpu",
+        "precision": "fp32",
+    }
+
+
+def written(content: dict[str, Any], tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def numbers(folder: Path) -> int:
+    """Numbers in the parameters of a folder's files; the selection bias is a buffer."""
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        names = [name for name in file.keys() if "e_score_correction_bias" not in name]  # noqa: SIM118
+        return sum(file.get_tensor(name).numel() for name in names)
+
+
+def test_the_nearest_cost_is_that_of_the_slice_with_those_widths(
+    content: dict[str, Any], parent: Path, tmp_path: Path
+) -> None:
+    planned = dry_run(written(content, tmp_path))
+    half = planned.budgets["half"]
+    widths = {axis: int(width) for axis, width in (part.split() for part in half.widths.split(", "))}
+    slice_checkpoint(parent, tmp_path / "slice", Submodel(widths=widths))
+    assert numbers(tmp_path / "slice") == half.nearest
+    assert half.target == numbers(parent) / 2 and abs(half.error) < 0.05
+    assert [(stage.phase, stage.steps) for stage in planned.stages] == [("search", 10), ("settle", 6)]
+    assert not any("not checked" in warning for warning in planned.warnings)
+    assert any("not sorted along" in warning for warning in planned.warnings)
+
+
+def test_submodels_of_given_widths_are_counted(content: dict[str, Any], parent: Path, tmp_path: Path) -> None:
+    del content["budgets"]
+    small = {"hidden": 48, "expert_ffn": 16}
+    content["submodels"] = {"full": {}, "small": {"widths": small}}
+    planned = dry_run(written(content, tmp_path))
+    slice_checkpoint(parent, tmp_path / "slice", Submodel(widths=small))
+    assert {name: one.params for name, one in planned.submodels.items()} == {
+        "full": numbers(parent),
+        "small": numbers(tmp_path / "slice"),
+    }
+    assert planned.cold_step is None and planned.budgets == {}
+
+
+def test_nothing_is_written_and_no_weight_is_read(
+    content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", forbidden)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", forbidden)
+    monkeypatch.setattr(torch, "from_file", forbidden)
+    recipe = written(content, tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    dry_run(recipe)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        (["budgets.half.params=0.01"], ValueError, "budget 'half': no candidates come within 5% of"),
+        (["router.axes={hiden: [0.5]}"], UnknownNameError, "no axis 'hiden'"),
+        (["router.axes={hidden: [33]}"], WidthError, "33 is no legal width"),
+        (["sequence_length=512"], RecipeError, "max_position_embeddings is 256"),
+        (["data.sources.0.path=nowhere.txt"], DataError, "nowhere.txt"),
+        (["stepps=1"], RecipeError, "unknown key 'stepps'"),
+        (["parent=preset:nano"], UnknownNameError, "no preset 'nano'"),
+    ],
+)
+def test_mistakes_are_those_of_train(
+    content: dict[str, Any], tmp_path: Path, changes: list[str], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error) as caught:
+        dry_run(written(content, tmp_path), changes)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_output_that_exists_is_refused(content: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(TargetError, match="exists and is not empty"):
+        dry_run(written(content, tmp_path))
+
+
+def test_a_config_alone_is_planned_and_what_was_not_checked_is_said(
+    content: dict[str, Any], parent: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bare").mkdir()
+    shutil.copyfile(parent / "config.json", tmp_path / "bare" / "config.json")
+    content |= {"parent": str(tmp_path / "bare"), "device": "auto", "precision": "auto"}
+    content["data"] = {"sources": [{"path": "nowhere.txt"}]}
+    planned = dry_run(written(content, tmp_path), world_size=2)
+    assert planned.warnings[0].startswith("only the configuration of ")
+    assert "not checked: weights, tokenizer, data" in planned.warnings[0]
+    assert "GPUs, weights and moments in fp32, matrix products in bf16, teacher in fp32" in planned.assumed
+    alone = dry_run(written(content, tmp_path)).stages[0].memory
+    assert 0.5 < planned.stages[0].memory.weights / alone.weights < 0.6
+    whole = dry_run(written(content, tmp_path), ["shard='off'"], world_size=2).stages[0].memory
+    assert whole.weights == alone.weights and whole.gathered == 0
+
+
+def test_a_device_that_is_elsewhere_is_noted(content: dict[str, Any], tmp_path: Path) -> None:
+    content |= {"device": "cuda:7", "batch_size": 6}
+    planned = dry_run(written(content, tmp_path), world_size=4)
+    assert any(warning.startswith("not checked: device 'cuda:7'") for warning in planned.warnings)
+    assert any("batch_size 6 is no multiple of 4 devices" in warning for warning in planned.warnings)
+
+
+def test_a_budget_that_does_not_see_experts_is_warned_about(content: dict[str, Any], tmp_path: Path) -> None:
+    content["budgets"] = {"half": {"active_params": 0.69}}
+    content["router"] = {"axes": {"hidden": None, "experts": None}}
+    planned = dry_run(written(content, tmp_path))
+    assert any("does not see experts" in warning for warning in planned.warnings)
+
+
+def test_latency_budgets_read_their_table(content: dict[str, Any], parent: Path, tmp_path: Path) -> None:
+    layout = layout_of(read_config(parent))
+    raw = table_for(layout)
+    for unit in raw["units"]:
+        if unit["ladder"] == {"hidden": [64]}:
+            unit["ladder"]["hidden"] = [32, 64]
+            unit["points"] = [{**unit["points"][0], "widths": {"hidden": width}} for width in (32, 64)]
+    (tmp_path / "table.json").write_text(json.dumps(raw))
+    content["budgets"] = {"fast": {"latency": 0.5, "table": str(tmp_path / "table.json")}}
+    content["router"] = {"axes": {"hidden": [1, 0.5], "expert_ffn": [1, 0.5, 0.25]}}
+    fast = dry_run(written(content, tmp_path)).budgets["fast"]
+    # By hand: 43.5 s that depend on nothing, two expert layers, and the head. Whole: 43.5 + 2 x 420 + 7.
+    assert (fast.most, fast.least) == (890.5, 43.5 + 2 * 100 + 3)
+    assert fast.target == 890.5 / 2 and fast.nearest == 43.5 + 2 * 200 + 7  # hidden 64, expert_ffn 8
+    assert fast.widths == "expert_ffn 8"
+
+
+def test_the_command_prints_tables_or_json(
+    content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(written(content, tmp_path))
+    assert main(["train", recipe, "--dry-run", "--world-size", "2", "batch_size=8"]) == 0
+    said = capsys.readouterr().out
+    assert "on 2 devices" in said and "1 search" in said and "memory of a device" in said and "half" in said
+    assert main(["train", recipe, "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps"] == 16 and told["tokens"] == 16 * 4 * 16 and told["cold_step"] == 9
+    parts = told["stages"][0]["memory"]
+    assert parts["total"] >= parts["weights"] + parts["gradients"] + parts["moments"] + parts["teacher"]
+    assert abs(told["budgets"]["half"]["error"]) < 0.05
+
+
+def test_its_options_need_it(content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(written(content, tmp_path))
+    assert "belong to --dry-run" in refused(["train", recipe, "--world-size", "2"], capsys)
+    assert "want a positive size such as" in refused(["train", recipe, "--dry-run", "--device-memory", "much"], capsys)
+    assert not (tmp_path / "out").exists()
