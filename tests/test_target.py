@@ -121,10 +121,11 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, parent: Path, monkeypatc
 def test_a_disk_that_is_really_full(tmp_path: Path, parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from star_elastic.checkpoint import writer
 
-    original = writer.write_file
-    monkeypatch.setattr(writer, "write_file", lambda path, *rest: original(Path("/dev/full"), *rest))
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        slice_checkpoint(parent, tmp_path / "out", Submodel())
+    original = writer.write_at
+    with Path("/dev/full").open("wb") as full:
+        monkeypatch.setattr(writer, "write_at", lambda file, *rest: original(full.fileno(), *rest))
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            slice_checkpoint(parent, tmp_path / "out", Submodel())
     assert list(tmp_path.iterdir()) == []
 
 

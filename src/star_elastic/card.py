@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ def slice_card(
     licence: Mapping[str, Any],
     named: str | None,
     trained: bool,
+    dropped: Sequence[str] = (),
 ) -> str:
     """The card of a slice.
 
@@ -39,6 +40,7 @@ def slice_card(
         licence: front-matter fields taken over from the parent's card.
         named: the submodel's name in the parent's family, where it has one.
         trained: whether the family was trained for its named submodels.
+        dropped: names of the parent's tensors that were left out on request.
     """
     widths = layout.complete(submodel.widths)
     total = cost.params(layout, widths, submodel.layers)
@@ -59,6 +61,7 @@ def slice_card(
         f"| active per token | {format_count(active)} ({active:,}) | {_count(cost.active_params(layout, {}))} |",
         *_width_lines(layout, submodel),
         f"\nThe weights take {format_bytes(nbytes)} ({nbytes:,} bytes).\n",
+        *_dropped_lines(dropped),
         usage(title),
         licence_text(parent, licence),
     ]
@@ -115,6 +118,13 @@ def read_licence(folder: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return {name: fields[name] for name in FRONT_MATTER_LICENCE if name in fields} if isinstance(fields, dict) else {}
+
+
+def _dropped_lines(dropped: Sequence[str]) -> list[str]:
+    if not dropped:
+        return []
+    names = ", ".join(f"`{name}`" for name in dropped)
+    return [f"Left out of the parent on request, {len(dropped)} in all: {names}.\n"]
 
 
 def _width_lines(layout: Layout, submodel: Submodel) -> list[str]:

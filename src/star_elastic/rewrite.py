@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from star_elastic.checkpoint import (
     MAX_SHARD_BYTES,
     Checkpoint,
+    Journal,
+    Output,
+    Source,
     TensorCut,
+    WeightFiles,
+    check_space,
+    check_target,
     copy_companions,
+    plan_units,
     target_folder,
-    write_weights,
+    write_units,
 )
 from star_elastic.errors import CheckpointError
 from star_elastic.families import layout_of
 from star_elastic.layout import Layout, Located
 from star_elastic.progress import progress_bar
 from star_elastic.submodel import ElasticConfig
+from star_elastic.version import VERSION
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 TRAINING = "training"  # what training leaves in the provenance of elastic.json
@@ -55,34 +66,86 @@ def locate(layout: Layout, checkpoint: Checkpoint) -> dict[str, Located]:
     return located
 
 
-def write_model(
-    out: Path | str,
+@dataclass(frozen=True)
+class NewModel:
+    """A model folder to be written.
+
+    Attributes:
+        out: where to; it appears whole or not at all.
+        cuts: its tensors.
+        config: content of config.json.
+        card: content of README.md.
+        elastic: content of elastic.json, where it gets one.
+        work: says what decides the bytes, so that the same work goes on after a kill; None always starts over.
+    """
+
+    out: Path | str
+    cuts: Sequence[TensorCut]
+    config: dict[str, Any]
+    card: str
+    elastic: ElasticConfig | None = None
+    work: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(cut.nbytes for cut in self.cuts)
+
+
+def write_models(
     checkpoint: Checkpoint,
-    cuts: Sequence[TensorCut],
-    config: dict[str, Any],
-    card: str,
+    models: Sequence[NewModel],
     *,
-    elastic: ElasticConfig | None = None,
     label: str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: bool = True,
+    threads: int = 1,
+    source: Source | None = None,
 ) -> None:
-    """Write a model folder whole or not at all: weights, config.json, the small files of the source, and a model card.
+    """Write model folders in one pass: weights, config.json, the small files of the source, and a model card each.
 
     Raises:
-        CheckpointError: the cuts are not what ``config`` describes, or the disk is full.
-        TargetError: ``out`` must not be written.
+        CheckpointError: cuts are not what their config describes, or the disk is too small.
+        TargetError: a folder must not be written.
     """
-    check_against_config(cuts, config)
-    size = sum(cut.nbytes for cut in cuts)
-    with target_folder(out, checkpoint.folder, size=size) as folder:
-        copy_companions(checkpoint.folder, folder)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        if elastic is not None:
-            elastic.save(folder)
+    for model in models:
+        check_against_config(model.cuts, model.config)
+    check_space({check_target(model.out, checkpoint.folder): model.nbytes for model in models})
+    with ExitStack() as stack:
+        outputs = []
+        for model in models:
+            files = WeightFiles(model.cuts, max_shard_bytes)
+            journal = _journal(model, files, keep=source is not None)
+            folder = stack.enter_context(target_folder(model.out, checkpoint.folder, journal=journal))
+            outputs.append(Output(folder, model.cuts, files, journal))
+            outputs[-1].begin()
+            _write_small_files(model, checkpoint.folder, folder)
+        units = plan_units(outputs)
+        if source is None:
+            size = sum(cut.nbytes for unit in units for _, cut in unit.jobs)
+        else:
+            size = sum(source.missing(unit.path, unit.ranges()) for unit in units)
         with progress_bar(label, size, "bytes", shown=progress and sys.stderr.isatty()) as advance:
-            write_weights(folder, cuts, max_shard_bytes, advance)
+            write_units(units, outputs, advance, threads=threads, source=source)
+        for output in outputs:
+            output.files.finish(output.folder)
+
+
+def _write_small_files(model: NewModel, source: Path, folder: Path) -> None:
+    copy_companions(source, folder)
+    (folder / "config.json").write_text(json.dumps(model.config, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(model.card, encoding="utf-8")
+    if model.elastic is not None:
+        model.elastic.save(folder)
+
+
+def _journal(model: NewModel, files: WeightFiles, *, keep: bool) -> Journal | None:
+    if model.work is None:
+        return None
+    digest = hashlib.sha256(f"star-elastic {VERSION}\n{model.work}\n".encode())
+    for file in files.files:
+        digest.update(file.header)
+    return Journal(model.out, digest.hexdigest(), keep=keep)
 
 
 def check_against_config(cuts: Sequence[TensorCut], config: dict[str, Any]) -> None:

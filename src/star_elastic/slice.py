@@ -5,15 +5,19 @@ Plan, then apply: ``plan_slice`` says for every tensor which positions stay, fro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from star_elastic import cost
 from star_elastic.card import read_licence, slice_card
 from star_elastic.checkpoint import MAX_SHARD_BYTES, Checkpoint, TensorCut, check_target
+from star_elastic.drop import drop_tensors
+from star_elastic.errors import TargetError
 from star_elastic.families import family_of, layout_of
 from star_elastic.layout import Layout
-from star_elastic.rewrite import TRAINING, locate, parent_name, write_model
+from star_elastic.opened import OpenedSource, folder_identity, is_hub_name, open_source
+from star_elastic.rewrite import TRAINING, NewModel, locate, parent_name, write_models
 from star_elastic.submodel import FILE_NAME, ElasticConfig, Submodel
 
 
@@ -28,6 +32,7 @@ class SliceReport:
         active_params: parameters that a token uses, both embedding matrices counted.
         nbytes: bytes of the weights.
         tensors: number of tensors in the files.
+        dropped: names of the source's tensors that were left out because the user said so.
     """
 
     folder: Path
@@ -36,6 +41,22 @@ class SliceReport:
     active_params: int
     nbytes: int
     tensors: int
+    dropped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Size:
+    """A slice to be made.
+
+    Attributes:
+        out: new folder; it appears whole or not at all.
+        submodel: widths per axis and kept layers; axes left out stay whole.
+        name: the submodel's name, for the model card; looked up in elastic.json where left out.
+    """
+
+    out: Path | str
+    submodel: Submodel
+    name: str | None = None
 
 
 def slice_checkpoint(
@@ -44,54 +65,162 @@ def slice_checkpoint(
     submodel: Submodel,
     *,
     name: str | None = None,
+    drop: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    threads: int = 1,
     progress: bool = True,
 ) -> SliceReport:
     """Cut a nested model out into a folder of its own. No training, no torch, constant memory.
 
     Args:
-        source: an elastic checkpoint, or any model folder of a known family; read only.
+        source: an elastic checkpoint, or any model folder of a known family, read only; or a hub name, ``org/name`` or
+            ``org/name@revision``, of which only the needed bytes are fetched.
         out: new folder; it appears whole or not at all.
         submodel: widths per axis and kept layers; axes left out stay whole.
         name: the submodel's name, for the model card; looked up in elastic.json where left out.
+        drop: shell patterns of tensors to leave out that the family's table does not know, such as ``mtp.*``.
         max_shard_bytes: larger models are split into files of at most this size.
+        threads: tensors that are worked on at once.
         progress: draw a progress bar on a terminal.
 
     Raises:
         WidthError, UnknownNameError: the source cannot be cut so.
         CheckpointError: the source is damaged or is not what its config says, or the disk is full.
         TargetError: ``out`` must not be written.
+        RemoteError: the hub has no such model, does not give it, or cannot be reached.
 
     Example:
         >>> slice_checkpoint("elastic", "small", Submodel(widths={"hidden": 1920}))  # doctest: +SKIP
     """
-    check_target(out, source)
-    checkpoint = Checkpoint.open(source)
+    sizes = [Size(out, submodel, name)]
+    return slice_sizes(source, sizes, drop=drop, max_shard_bytes=max_shard_bytes, threads=threads, progress=progress)[0]
+
+
+def slice_sizes(
+    source: Path | str,
+    sizes: Sequence[Size],
+    *,
+    drop: Sequence[str] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    threads: int = 1,
+    progress: bool = True,
+) -> list[SliceReport]:
+    """Cut several nested models out in one pass, each into a folder of its own; the source is read once.
+
+    Started again after a kill, with the same source and sizes, it goes on where it was.
+
+    Args:
+        source: as in ``slice_checkpoint``, like the other arguments.
+        sizes: what to cut out, and where to.
+
+    Raises:
+        As ``slice_checkpoint`` does; before anything is written where any of the sizes is impossible.
+
+    Example:
+        >>> slice_sizes("elastic", [Size("s", Submodel(widths={"hidden": 1920})), Size("m", Submodel())])  # doctest: +SKIP
+    """
+    check_targets(sizes, source)
+    with open_source(source, scratch_path(sizes[0].out)) as opened:
+        return cut_sizes(opened, sizes, drop=drop, max_shard_bytes=max_shard_bytes, threads=threads, progress=progress)
+
+
+def check_targets(sizes: Sequence[Size], source: Path | str) -> None:
+    """Raise TargetError where a folder must not be written, or two sizes are to be written into each other."""
+    sources = [] if is_hub_name(source) else [source]
+    targets = [check_target(size.out, *sources) for size in sizes]
+    for number, target in enumerate(targets):
+        for other in targets[:number]:
+            if target.is_relative_to(other) or other.is_relative_to(target):
+                raise TargetError(f"{target} and {other} cannot both be written: name each size once")
+
+
+def scratch_path(out: Path | str) -> Path:
+    """Where bytes from the hub wait to be cut, on the disk of the slice."""
+    target = Path(out).resolve()
+    return target.with_name(f".{target.name}.hub")
+
+
+def cut_sizes(
+    opened: OpenedSource,
+    sizes: Sequence[Size],
+    *,
+    drop: Sequence[str] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    threads: int = 1,
+    progress: bool = True,
+) -> list[SliceReport]:
+    """As ``slice_sizes``, from a source that is open already."""
+    checkpoint = Checkpoint.open(opened.folder)
     layout = layout_of(checkpoint.config)
+    checkpoint, dropped = drop_tensors(checkpoint, layout, drop)
+    identity = opened.identity or folder_identity(checkpoint)
+    models, reports = [], []
+    for size in sizes:
+        submodel = _checked(size.submodel, layout)
+        cuts = plan_slice(layout, checkpoint, submodel)
+        models.append(
+            NewModel(
+                size.out,
+                cuts,
+                family_of(checkpoint.config).child_config(checkpoint.config, submodel.widths, submodel.layers),
+                _card(
+                    size, submodel, layout, checkpoint, opened.parent, dropped, nbytes=sum(cut.nbytes for cut in cuts)
+                ),
+                work=f"slice {submodel.model_dump_json()} of {identity}",
+            )
+        )
+        reports.append(_report(size.out, submodel, layout, cuts, dropped))
+    write_models(
+        checkpoint,
+        models,
+        label="fetch" if opened.fetch else "slice",
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+        threads=threads,
+        source=opened.fetch,
+    )
+    return reports
+
+
+def _checked(submodel: Submodel, layout: Layout) -> Submodel:
     submodel.check(layout)
-    submodel = submodel.completed(layout)
-    cuts = plan_slice(layout, checkpoint, submodel)
-    nbytes = sum(cut.nbytes for cut in cuts)
-    elastic = ElasticConfig.load(source) if (checkpoint.folder / FILE_NAME).exists() else None
-    card = slice_card(
+    return submodel.completed(layout)
+
+
+def _card(
+    size: Size,
+    submodel: Submodel,
+    layout: Layout,
+    checkpoint: Checkpoint,
+    parent: str | None,
+    dropped: Sequence[str],
+    nbytes: int,
+) -> str:
+    elastic = ElasticConfig.load(checkpoint.folder) if (checkpoint.folder / FILE_NAME).exists() else None
+    return slice_card(
         layout,
         submodel,
-        title=Path(out).resolve().name,
-        parent=parent_name(checkpoint, elastic),
+        title=Path(size.out).resolve().name,
+        parent=parent or parent_name(checkpoint, elastic),
         nbytes=nbytes,
         licence=read_licence(checkpoint.folder),
-        named=name or (_known_as(submodel, elastic, layout) if elastic else None),
+        named=size.name or (_known_as(submodel, elastic, layout) if elastic else None),
         trained=elastic is not None and TRAINING in elastic.provenance,
+        dropped=dropped,
     )
-    config = family_of(checkpoint.config).child_config(checkpoint.config, submodel.widths, submodel.layers)
-    write_model(out, checkpoint, cuts, config, card, label="slice", max_shard_bytes=max_shard_bytes, progress=progress)
+
+
+def _report(
+    out: Path | str, submodel: Submodel, layout: Layout, cuts: Sequence[TensorCut], dropped: tuple[str, ...]
+) -> SliceReport:
     return SliceReport(
         folder=Path(out),
         submodel=submodel,
         params=cost.params(layout, submodel.widths, submodel.layers),
         active_params=cost.active_params(layout, submodel.widths, submodel.layers),
-        nbytes=nbytes,
+        nbytes=sum(cut.nbytes for cut in cuts),
         tensors=len(cuts),
+        dropped=dropped,
     )
 
 

@@ -26,7 +26,7 @@ from star_elastic.orders import (
     read_depth_order,
     read_orders,
 )
-from star_elastic.rewrite import TRAINING, locate, parent_name, write_model
+from star_elastic.rewrite import TRAINING, NewModel, locate, parent_name, write_models
 from star_elastic.submodel import FULL, ElasticConfig, Submodel, open_elastic
 from star_elastic.version import VERSION
 
@@ -68,7 +68,9 @@ def sort_parent(
     orders = read_orders(path, layout, weights_sample_sha256(Checkpoint.open(parent)))
     layers = read_depth_order(path, layout)
     facts = {"scores_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    return sort_folder(parent, out, orders, layers=layers, facts=facts, max_shard_bytes=max_shard_bytes, progress=progress)
+    return sort_folder(
+        parent, out, orders, layers=layers, facts=facts, max_shard_bytes=max_shard_bytes, progress=progress
+    )
 
 
 def sort_folder(
@@ -123,17 +125,8 @@ def sort_folder(
     )
     title, licence = Path(out).resolve().name, read_licence(checkpoint.folder)
     card = sorted_card(title=title, parent=name, axes=elastic.sorted_axes, licence=licence)
-    write_model(
-        out,
-        checkpoint,
-        cuts,
-        family_of(config).child_config(config, {}, None),
-        card,
-        elastic=elastic,
-        label="sort",
-        max_shard_bytes=max_shard_bytes,
-        progress=progress,
-    )
+    model = NewModel(out, cuts, family_of(config).child_config(config, {}, None), card, elastic)
+    write_models(checkpoint, [model], label="sort", max_shard_bytes=max_shard_bytes, progress=progress)
     return elastic
 
 
