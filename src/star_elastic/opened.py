@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from star_elastic.checkpoint import Checkpoint, Source
+from star_elastic.checkpoint import Checkpoint
+from star_elastic.errors import ElasticError
+
+if TYPE_CHECKING:
+    from star_elastic.remote import HubMirror
 
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^\s@]+))?")
 
@@ -28,7 +33,7 @@ class OpenedSource:
     folder: Path
     identity: str
     parent: str | None = None
-    fetch: Source | None = None
+    fetch: HubMirror | None = None
 
 
 def is_hub_name(source: Path | str) -> bool:
@@ -53,10 +58,21 @@ def open_source(source: Path | str, scratch: Path | None = None) -> Iterator[Ope
 
         match = HUB_NAME.fullmatch(str(source))
         assert match is not None
-        with open_hub(match["name"], match["revision"], scratch) as opened:
+        with open_hub(match["name"], match["revision"], scratch) as opened, _told_as(str(source), opened.folder):
             yield opened
     else:
         yield OpenedSource(Path(source), "")
+
+
+@contextmanager
+def _told_as(name: str, folder: Path) -> Iterator[None]:
+    """Errors name the model, not the folder that stands for it."""
+    try:
+        yield
+    except ElasticError as error:
+        if str(folder) not in str(error):
+            raise
+        raise type(error)(str(error).replace(str(folder), name)) from error
 
 
 def folder_identity(checkpoint: Checkpoint) -> str:

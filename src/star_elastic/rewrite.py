@@ -124,7 +124,10 @@ def write_models(
         if source is None:
             size = sum(cut.nbytes for unit in units for _, cut in unit.jobs)
         else:
-            size = sum(source.missing(unit.path, unit.ranges()) for unit in units)
+            size = source.fetch_bytes(units)
+            check_space(
+                {**{Path(model.out).resolve(): model.nbytes for model in models}, **source.room(units, threads)}
+            )
         with progress_bar(label, size, "bytes", shown=progress and sys.stderr.isatty()) as advance:
             write_units(units, outputs, advance, threads=threads, source=source)
         for output in outputs:

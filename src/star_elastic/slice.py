@@ -6,12 +6,21 @@ Plan, then apply: ``plan_slice`` says for every tensor which positions stay, fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from star_elastic import cost
 from star_elastic.card import read_licence, slice_card
-from star_elastic.checkpoint import MAX_SHARD_BYTES, Checkpoint, TensorCut, check_target
+from star_elastic.checkpoint import (
+    MAX_SHARD_BYTES,
+    Checkpoint,
+    Output,
+    TensorCut,
+    Unit,
+    WeightFiles,
+    check_target,
+    plan_units,
+)
 from star_elastic.drop import drop_tensors
 from star_elastic.errors import TargetError
 from star_elastic.families import family_of, layout_of
@@ -19,6 +28,8 @@ from star_elastic.layout import Layout
 from star_elastic.opened import OpenedSource, folder_identity, is_hub_name, open_source
 from star_elastic.rewrite import TRAINING, NewModel, locate, parent_name, write_models
 from star_elastic.submodel import FILE_NAME, ElasticConfig, Submodel
+
+HUB_THREADS = 4  # connections
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ def slice_checkpoint(
     name: str | None = None,
     drop: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    threads: int = 1,
+    threads: int | None = None,
     progress: bool = True,
 ) -> SliceReport:
     """Cut a nested model out into a folder of its own. No training, no torch, constant memory.
@@ -80,7 +91,7 @@ def slice_checkpoint(
         name: the submodel's name, for the model card; looked up in elastic.json where left out.
         drop: shell patterns of tensors to leave out that the family's table does not know, such as ``mtp.*``.
         max_shard_bytes: larger models are split into files of at most this size.
-        threads: tensors that are worked on at once.
+        threads: tensors that are worked on at once; 1 from a folder and 4 from the hub if left out.
         progress: draw a progress bar on a terminal.
 
     Raises:
@@ -102,7 +113,7 @@ def slice_sizes(
     *,
     drop: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    threads: int = 1,
+    threads: int | None = None,
     progress: bool = True,
 ) -> list[SliceReport]:
     """Cut several nested models out in one pass, each into a folder of its own; the source is read once.
@@ -119,19 +130,20 @@ def slice_sizes(
     Example:
         >>> slice_sizes("elastic", [Size("s", Submodel(widths={"hidden": 1920})), Size("m", Submodel())])  # doctest: +SKIP
     """
-    check_targets(sizes, source)
+    check_folders([size.out for size in sizes], source)
     with open_source(source, scratch_path(sizes[0].out)) as opened:
-        return cut_sizes(opened, sizes, drop=drop, max_shard_bytes=max_shard_bytes, threads=threads, progress=progress)
+        plan = plan_sizes(opened, sizes, drop=drop)
+        return write_sizes(plan, max_shard_bytes=max_shard_bytes, threads=threads, progress=progress)
 
 
-def check_targets(sizes: Sequence[Size], source: Path | str) -> None:
-    """Raise TargetError where a folder must not be written, or two sizes are to be written into each other."""
+def check_folders(folders: Sequence[Path | str], source: Path | str) -> None:
+    """Raise TargetError where a folder must not be written, or two are to be written into each other."""
     sources = [] if is_hub_name(source) else [source]
-    targets = [check_target(size.out, *sources) for size in sizes]
+    targets = [check_target(folder, *sources) for folder in folders]
     for number, target in enumerate(targets):
         for other in targets[:number]:
             if target.is_relative_to(other) or other.is_relative_to(target):
-                raise TargetError(f"{target} and {other} cannot both be written: name each size once")
+                raise TargetError(f"{target} and {other} cannot both be written: give each size a folder of its own")
 
 
 def scratch_path(out: Path | str) -> Path:
@@ -140,81 +152,95 @@ def scratch_path(out: Path | str) -> Path:
     return target.with_name(f".{target.name}.hub")
 
 
-def cut_sizes(
-    opened: OpenedSource,
-    sizes: Sequence[Size],
-    *,
-    drop: Sequence[str] = (),
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    threads: int = 1,
-    progress: bool = True,
-) -> list[SliceReport]:
-    """As ``slice_sizes``, from a source that is open already."""
+@dataclass(frozen=True)
+class SlicePlan:
+    """Everything that is known before the first byte is written.
+
+    Attributes:
+        opened: the source.
+        checkpoint: its tensors, without the dropped ones.
+        models: what to write.
+        reports: what will have been written.
+        dropped: names of tensors that are left out.
+    """
+
+    opened: OpenedSource
+    checkpoint: Checkpoint
+    models: tuple[NewModel, ...]
+    reports: tuple[SliceReport, ...]
+    dropped: tuple[str, ...]
+
+    def units(self) -> list[Unit]:
+        """The work, if nothing of it is done yet."""
+        return plan_units([Output(Path(model.out), model.cuts, WeightFiles(model.cuts)) for model in self.models])
+
+
+def plan_sizes(opened: OpenedSource, sizes: Sequence[Size], *, drop: Sequence[str] = ()) -> SlicePlan:
+    """Plan several slices; only headers are read.
+
+    Raises:
+        As ``slice_sizes`` does.
+    """
     checkpoint = Checkpoint.open(opened.folder)
     layout = layout_of(checkpoint.config)
     checkpoint, dropped = drop_tensors(checkpoint, layout, drop)
     identity = opened.identity or folder_identity(checkpoint)
     models, reports = [], []
     for size in sizes:
-        submodel = _checked(size.submodel, layout)
-        cuts = plan_slice(layout, checkpoint, submodel)
-        models.append(
-            NewModel(
-                size.out,
-                cuts,
-                family_of(checkpoint.config).child_config(checkpoint.config, submodel.widths, submodel.layers),
-                _card(
-                    size, submodel, layout, checkpoint, opened.parent, dropped, nbytes=sum(cut.nbytes for cut in cuts)
-                ),
-                work=f"slice {submodel.model_dump_json()} of {identity}",
-            )
+        size.submodel.check(layout)
+        size = replace(size, submodel=size.submodel.completed(layout))
+        cuts = plan_slice(layout, checkpoint, size.submodel)
+        report = _report(size, layout, cuts, dropped)
+        config = family_of(checkpoint.config).child_config(
+            checkpoint.config, size.submodel.widths, size.submodel.layers
         )
-        reports.append(_report(size.out, submodel, layout, cuts, dropped))
+        card = _card(size, report, layout, checkpoint, opened.parent)
+        work = f"slice {size.submodel.model_dump_json()} of {identity}"
+        models.append(NewModel(size.out, cuts, config, card, work=work))
+        reports.append(report)
+    return SlicePlan(opened, checkpoint, tuple(models), tuple(reports), dropped)
+
+
+def write_sizes(
+    plan: SlicePlan, *, max_shard_bytes: int = MAX_SHARD_BYTES, threads: int | None = None, progress: bool = True
+) -> list[SliceReport]:
+    """Write what is planned, in one pass over the source.
+
+    Raises:
+        As ``slice_sizes`` does.
+    """
+    fetch = plan.opened.fetch
     write_models(
-        checkpoint,
-        models,
-        label="fetch" if opened.fetch else "slice",
+        plan.checkpoint,
+        plan.models,
+        label="fetch" if fetch else "slice",
         max_shard_bytes=max_shard_bytes,
         progress=progress,
-        threads=threads,
-        source=opened.fetch,
+        threads=threads or (HUB_THREADS if fetch else 1),
+        source=fetch,
     )
-    return reports
+    return list(plan.reports)
 
 
-def _checked(submodel: Submodel, layout: Layout) -> Submodel:
-    submodel.check(layout)
-    return submodel.completed(layout)
-
-
-def _card(
-    size: Size,
-    submodel: Submodel,
-    layout: Layout,
-    checkpoint: Checkpoint,
-    parent: str | None,
-    dropped: Sequence[str],
-    nbytes: int,
-) -> str:
+def _card(size: Size, report: SliceReport, layout: Layout, checkpoint: Checkpoint, parent: str | None) -> str:
     elastic = ElasticConfig.load(checkpoint.folder) if (checkpoint.folder / FILE_NAME).exists() else None
     return slice_card(
         layout,
-        submodel,
+        size.submodel,
         title=Path(size.out).resolve().name,
         parent=parent or parent_name(checkpoint, elastic),
-        nbytes=nbytes,
+        nbytes=report.nbytes,
         licence=read_licence(checkpoint.folder),
-        named=size.name or (_known_as(submodel, elastic, layout) if elastic else None),
+        named=size.name or (_known_as(size.submodel, elastic, layout) if elastic else None),
         trained=elastic is not None and TRAINING in elastic.provenance,
-        dropped=dropped,
+        dropped=report.dropped,
     )
 
 
-def _report(
-    out: Path | str, submodel: Submodel, layout: Layout, cuts: Sequence[TensorCut], dropped: tuple[str, ...]
-) -> SliceReport:
+def _report(size: Size, layout: Layout, cuts: Sequence[TensorCut], dropped: tuple[str, ...]) -> SliceReport:
+    submodel = size.submodel
     return SliceReport(
-        folder=Path(out),
+        folder=Path(size.out),
         submodel=submodel,
         params=cost.params(layout, submodel.widths, submodel.layers),
         active_params=cost.active_params(layout, submodel.widths, submodel.layers),

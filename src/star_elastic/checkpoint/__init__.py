@@ -14,7 +14,7 @@ No torch: weights are moved as raw bytes, and numpy does that.
 from star_elastic.checkpoint.companions import copy_companions
 from star_elastic.checkpoint.cut import TensorCut
 from star_elastic.checkpoint.journal import Journal
-from star_elastic.checkpoint.onepass import Output, Source, plan_units, write_units
+from star_elastic.checkpoint.onepass import Output, Source, Unit, plan_units, write_units
 from star_elastic.checkpoint.reader import Checkpoint, TensorInfo
 from star_elastic.checkpoint.sample import weights_sample_sha256
 from star_elastic.checkpoint.target import check_space, check_target, scratch_folder, target_folder
@@ -28,6 +28,7 @@ __all__ = [
     "Source",
     "TensorCut",
     "TensorInfo",
+    "Unit",
     "WeightFiles",
     "check_space",
     "check_target",

@@ -21,6 +21,7 @@ from star_elastic.checkpoint.journal import Journal
 from star_elastic.checkpoint.ranges import ByteRange, merged
 from star_elastic.checkpoint.target import clear
 from star_elastic.checkpoint.writer import Advance, WeightFiles
+from star_elastic.errors import ChecksumError
 
 GAP_BYTES = 2**20  # rather read than asked for apart
 UNIT_BYTES = 16 * 2**20
@@ -32,8 +33,12 @@ Item = TypeVar("Item")
 class Source(Protocol):
     """Where the bytes of the source's files come from, where they do not just lie on the disk."""
 
-    def missing(self, path: Path, ranges: Sequence[ByteRange]) -> int:
-        """Bytes that ``need`` would have to get."""
+    def fetch_bytes(self, units: Sequence[Unit]) -> int:
+        """Bytes that ``need`` will have to get for all of these."""
+        ...
+
+    def room(self, units: Sequence[Unit], threads: int) -> dict[Path, int]:
+        """Bytes that will lie on the disk at once, and the folder in which they do."""
         ...
 
     def need(self, path: Path, ranges: Sequence[ByteRange], advance: Advance) -> None:
@@ -41,7 +46,11 @@ class Source(Protocol):
         ...
 
     def release(self, path: Path, ranges: Sequence[ByteRange]) -> None:
-        """What was made of these bytes is on the disk, and they are not needed again; called in file order."""
+        """These bytes are not needed again; called in file order.
+
+        Raises:
+            ChecksumError: they were not those of the source.
+        """
         ...
 
     def cancel(self) -> None:
@@ -72,6 +81,11 @@ class Output:
         clear(self.folder, keep={file.name for file in self.files.files} if self.done else set())
         if not self.done:
             self.files.begin(self.folder)
+
+    def give_up(self) -> None:
+        """Nothing of what was done may be used."""
+        if self.journal is not None:
+            self.journal.forget()
 
     def commit(self) -> None:
         """Enter what is done into the journal, once it is on the disk."""
@@ -122,11 +136,15 @@ def write_units(
     try:
         for unit in in_order(work, units, threads, cancel=source.cancel if source else _ignore):
             log.finished(unit)
+        log.commit()
+    except ChecksumError:
+        for output in outputs:
+            output.give_up()
+        raise
     except BaseException:
         if source is not None:  # what was fetched is kept
             log.commit()
         raise
-    log.commit()
 
 
 class _Log:
@@ -146,11 +164,11 @@ class _Log:
             self.commit()
 
     def commit(self) -> None:
-        for output in self.outputs:
-            output.commit()
-        if self.source is not None:
+        if self.source is not None:  # first, because this tells whether the bytes were right
             for unit in self._open:
                 self.source.release(unit.path, unit.ranges())
+        for output in self.outputs:
+            output.commit()
         self._open.clear()
         self._last = time.monotonic()
 
