@@ -1,4 +1,4 @@
-"""Slicing a model of the hub, from a server on this machine: the bytes that the folder gives, and only the needed ones fetched."""
+"""Slicing a model of the hub, from a server on this machine: the bytes that the folder gives, fetching only what is needed."""
 
 from __future__ import annotations
 

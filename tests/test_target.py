@@ -87,7 +87,10 @@ def test_a_full_or_odd_target(tmp_path: Path) -> None:
         pass
     with pytest.raises(TargetError, match="file is a file"), target_folder(tmp_path / "file"):
         pass
-    with pytest.raises(TargetError, match="out cannot be made: .*file is a file"), target_folder(tmp_path / "file" / "out"):
+    with (
+        pytest.raises(TargetError, match="out cannot be made: .*file is a file"),
+        target_folder(tmp_path / "file" / "out"),
+    ):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
 
