@@ -28,6 +28,7 @@ def slice_card(
     named: str | None,
     trained: bool,
     dropped: Sequence[str] = (),
+    quantized: str = "",
 ) -> str:
     """The card of a slice.
 
@@ -41,6 +42,7 @@ def slice_card(
         named: the submodel's name in the parent's family, where it has one.
         trained: whether the family was trained for its named submodels.
         dropped: names of the parent's tensors that were left out on request.
+        quantized: how the weights are quantized, where they are.
     """
     widths = layout.complete(submodel.widths)
     total = cost.params(layout, widths, submodel.layers)
@@ -62,20 +64,22 @@ def slice_card(
         *_width_lines(layout, submodel),
         f"\nThe weights take {format_bytes(nbytes)} ({nbytes:,} bytes).\n",
         *_dropped_lines(dropped),
-        usage(title),
+        quantized_usage(title, quantized) if quantized else usage(title),
         licence_text(parent, licence),
     ]
     return "\n".join(lines)
 
 
-def sorted_card(*, title: str, parent: str, axes: tuple[str, ...], licence: Mapping[str, Any]) -> str:
+def sorted_card(
+    *, title: str, parent: str, axes: tuple[str, ...], licence: Mapping[str, Any], quantized: str = ""
+) -> str:
     """The card of a sorted parent."""
     lines = [
         front_matter(parent, licence),
         f"# {title}\n",
         f"`{parent}` with its weights put in order of importance by star-elastic {VERSION}: the same function, nested.",
         f"Sorted: {', '.join(axes) or 'nothing'}. Its nested models are listed in `elastic.json`.\n",
-        usage(title),
+        quantized_usage(title, quantized) if quantized else usage(title),
         licence_text(parent, licence),
     ]
     return "\n".join(lines)
@@ -98,6 +102,26 @@ model = AutoModelForCausalLM.from_pretrained("{title}", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("{title}")
 inputs = tokenizer("Hello", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+```
+"""
+
+
+def quantized_usage(title: str, quantized: str) -> str:
+    """How to run a quantized folder, which transformers cannot."""
+    return f"""## Use
+
+Quantized ({quantized}). transformers cannot load this layout; vLLM, SGLang and TensorRT-LLM can:
+
+```bash
+vllm serve {title}
+```
+
+Or take it as ordinary numbers, dequantized while it loads:
+
+```python
+from star_elastic import ElasticModel
+
+model = ElasticModel.from_pretrained("{title}").model
 ```
 """
 

@@ -23,8 +23,10 @@ from star_elastic.families import FAMILIES, layout_of
 from star_elastic.layout import Layout
 from star_elastic.lens_masked import MaskedLens
 from star_elastic.lens_sliced import SlicedLens
-from star_elastic.loading import transformers_reads
+from star_elastic.loading import choose_dtype, transformers_reads
 from star_elastic.masks import Masks
+from star_elastic.quant import ANY
+from star_elastic.quant.load import is_quantized, load_dequantized
 from star_elastic.rewrite import locate
 from star_elastic.skeleton import check_tied, compare_shapes
 from star_elastic.submodel import ElasticConfig, Submodel, check_named, open_elastic, read_json
@@ -92,7 +94,8 @@ class ElasticModel(nn.Module):
             folder: a transformers folder; ``elastic.json`` is optional.
             submodels: further nested models by name.
             preset: take the nested models of this published model.
-            **kwargs: passed on to transformers: ``dtype``, ``device_map``, ``attn_implementation``, ...
+            **kwargs: passed on to transformers: ``dtype``, ``device_map``, ``attn_implementation``, ... A quantized folder is
+                dequantized to ``dtype`` (config.json's if left out) and takes no other ``device_map`` than one device.
 
         Raises:
             CheckpointError: the folder is missing, damaged, or its files disagree.
@@ -100,8 +103,10 @@ class ElasticModel(nn.Module):
             WidthError: a submodel that this parent cannot be cut to.
         """
         _, layout, config = open_elastic(folder, preset=preset, submodels=submodels)
-        locate(layout, Checkpoint.open(folder))
+        locate(layout, Checkpoint.open(folder), quantized=ANY)
         with transformers_reads(folder):
+            if is_quantized(folder):
+                return cls(load_dequantized(folder, **_places(kwargs)), config)
             model = AutoModelForCausalLM.from_pretrained(
                 folder, **{"dtype": "auto", **kwargs, "trust_remote_code": False}
             )
@@ -241,3 +246,20 @@ class ElasticModel(nn.Module):
         if (key := submodel.model_dump_json()) not in self._views:
             self._views[key] = ViewModel(self.model, self.layout, submodel)
         return self._views[key]
+
+
+def _places(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` for a folder that is dequantized here.
+
+    Raises:
+        ElasticError: a ``device_map`` that spreads the model.
+    """
+    place = kwargs.pop("device_map", "cpu")
+    if isinstance(place, dict) or place in ("auto", "balanced", "balanced_low_0", "sequential"):
+        raise ElasticError(
+            f"device_map {place!r} cannot be used with quantized weights, which are dequantized here: name one device"
+        )
+    dtype = kwargs.pop("dtype", "auto")
+    if isinstance(dtype, str):
+        dtype = choose_dtype(dtype)
+    return {"dtype": dtype, **kwargs, "device": torch.device(place)}

@@ -180,6 +180,7 @@ class Row:
         fp32: kept in fp32 whatever the model's dtype.
         formats: the quantized formats in which this matrix is stored.
         alias: in-memory full name of the parameter that this one is tied to.
+        stored: the quantized format in which the checkpoint at hand stores this matrix (``quant.bound_layout``).
     """
 
     name: str
@@ -191,6 +192,7 @@ class Row:
     norm: Norm | None = None
     formats: frozenset[str] = frozenset()
     alias: str | None = None
+    stored: str | None = None
 
     @cached_property
     def axes(self) -> frozenset[str]:
@@ -338,7 +340,9 @@ class Layout:
                 of order, or miss a needed kind.
         """
         if "depth" in widths:
-            raise WidthError(f"depth is cut by naming the layers that stay: give layers, not a width of {widths['depth']}")
+            raise WidthError(
+                f"depth is cut by naming the layers that stay: give layers, not a width of {widths['depth']}"
+            )
         check_widths(self.width_axes, widths)
         for coupling in self.couplings:
             coupling.check(self.width_axes, self.complete(widths))

@@ -61,13 +61,18 @@ def layout_in(kind: torch.dtype | str, config: Mapping[str, Any], layout: Layout
 
 
 def load_model(folder: Path | str, *, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
-    """Load a causal LM in eval mode; code that came with the folder is never run.
+    """Load a causal LM in eval mode; code that came with the folder is never run. A quantized folder is dequantized.
 
     Raises:
-        CheckpointError: tensors are missing or have the wrong shape.
+        CheckpointError: tensors are missing or have the wrong shape, or are quantized in a way that is not known here.
     """
     from transformers import AutoModelForCausalLM
 
+    from star_elastic.quant.load import is_quantized, load_dequantized
+
+    if is_quantized(folder):
+        with transformers_reads(folder):
+            return load_dequantized(folder, device=device, dtype=dtype)
     with no_bars(), transformers_reads(folder):
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
@@ -84,7 +89,9 @@ def check_tokenizer(tokenizer: Any, layout: Layout) -> None:
     embedding = next(unit for unit in layout.units if unit.kind == "embedding")
     size = embedding.rows[0].shape[0]
     if len(tokenizer) > size:
-        raise DataError(f"the tokenizer has {len(tokenizer)} tokens, the model a vocabulary of {size}: it is another model's")
+        raise DataError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model a vocabulary of {size}: it is another model's"
+        )
 
 
 def check_tokens(ids: torch.Tensor, layout: Layout) -> None:
@@ -110,6 +117,8 @@ def transformers_reads(folder: Path | str) -> Iterator[None]:
     """
     try:
         yield
+    except ElasticError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{folder} cannot be loaded by transformers: {type(error).__name__}: {reason}") from error

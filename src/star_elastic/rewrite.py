@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,26 +31,34 @@ from star_elastic.errors import CheckpointError
 from star_elastic.families import layout_of
 from star_elastic.layout import Layout, Located
 from star_elastic.progress import progress_bar
+from star_elastic.quant import SECTION, SIDECAR, quantized_parts, read_declared, read_quantized, renamed_files
 from star_elastic.submodel import ElasticConfig
 from star_elastic.version import VERSION
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 TRAINING = "training"  # what training leaves in the provenance of elastic.json
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-def locate(layout: Layout, checkpoint: Checkpoint) -> dict[str, Located]:
+def locate(layout: Layout, checkpoint: Checkpoint, *, quantized: Collection[str] = ()) -> dict[str, Located]:
     """What each tensor of a folder stands for, in file order.
+
+    Args:
+        layout: the folder's table.
+        checkpoint: the folder; only headers are read.
+        quantized: formats of quantized matrices that the caller can do something with.
 
     Raises:
         CheckpointError: the folder holds a tensor that the table does not know, or misses one, or holds one twice under two
-            names; or a shape or dtype is not what config.json says. The message names the first few.
+            names; or a shape or dtype is not what config.json says; or it is quantized otherwise. The message names the first
+            few.
     """
-    located = {}
+    known = read_quantized(layout, checkpoint)
+    known.allow(quantized, checkpoint.folder)
+    located: dict[str, Located] = {}
     for name, info in checkpoint.tensors.items():
-        found = layout.find(name)
+        found = known.parts.get(name) or layout.find(name)
         if found is None:
-            unknown = [other for other in checkpoint.tensors if layout.find(other) is None]
+            unknown = [other for other in checkpoint.tensors if other not in known.parts and layout.find(other) is None]
             raise CheckpointError(
                 f"{info.path} holds {_few(unknown)} that a {layout.family} of this config does not have"
             )
@@ -59,8 +67,6 @@ def locate(layout: Layout, checkpoint: Checkpoint) -> dict[str, Located]:
             raise CheckpointError(
                 f"{info.path}: {name} has shape {list(info.shape)}; config.json says {list(expected)}"
             )
-        if info.dtype not in FLOATS:
-            raise CheckpointError(f"{info.path}: {name} is {info.dtype}; only unquantized weights can be rearranged")
         located[name] = found
     _check_complete(layout, checkpoint, located)
     return located
@@ -76,6 +82,7 @@ class NewModel:
         config: content of config.json.
         card: content of README.md.
         elastic: content of elastic.json, where it gets one.
+        quantization: content of hf_quant_config.json, where it gets one.
         work: says what decides the bytes, so that the same work goes on after a kill; None always starts over.
     """
 
@@ -84,6 +91,7 @@ class NewModel:
     config: dict[str, Any]
     card: str
     elastic: ElasticConfig | None = None
+    quantization: dict[str, Any] | None = None
     work: str | None = None
 
     @property
@@ -140,6 +148,8 @@ def _write_small_files(model: NewModel, source: Path, folder: Path) -> None:
     (folder / "README.md").write_text(model.card, encoding="utf-8")
     if model.elastic is not None:
         model.elastic.save(folder)
+    if model.quantization is not None:
+        (folder / SIDECAR).write_text(json.dumps(model.quantization, indent=2) + "\n", encoding="utf-8")
 
 
 def _journal(model: NewModel, files: WeightFiles, *, keep: bool) -> Journal | None:
@@ -151,6 +161,27 @@ def _journal(model: NewModel, files: WeightFiles, *, keep: bool) -> Journal | No
     return Journal(model.out, digest.hexdigest(), keep=keep)
 
 
+def say_quantized(
+    config: dict[str, Any], checkpoint: Checkpoint, cuts: Sequence[TensorCut]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What a new folder says about its quantization, by the names that modules have in it.
+
+    Args:
+        config: the new config.json.
+        checkpoint: the source.
+        cuts: the tensors of the new folder.
+
+    Returns:
+        config.json, and the content of hf_quant_config.json where the source has one.
+    """
+    declared = read_declared(checkpoint.folder, checkpoint.config)
+    if declared is None:
+        return config, None
+    names: dict[str, str | None] = {**dict.fromkeys(checkpoint.tensors), **{cut.info.name: cut.name for cut in cuts}}
+    said = renamed_files(declared, names)
+    return (config | {SECTION: said[SECTION]} if SECTION in said else config), said.get(SIDECAR)
+
+
 def check_against_config(cuts: Sequence[TensorCut], config: dict[str, Any]) -> None:
     """Compare planned tensors with the table of the config that will be written beside them: names and every shape.
 
@@ -160,8 +191,9 @@ def check_against_config(cuts: Sequence[TensorCut], config: dict[str, Any]) -> N
         CheckpointError: any difference.
     """
     layout = layout_of(json.loads(json.dumps(config)))
+    parts = quantized_parts(layout, {cut.name: cut for cut in cuts})
     for cut in cuts:
-        found = layout.find(cut.name)
+        found = parts.get(cut.name) or layout.find(cut.name)
         expected = tuple(dim.size for dim in found.dims) if found else None
         if expected != cut.shape:
             raise CheckpointError(f"the cut gives {cut.name} shape {list(cut.shape)}; its config gives {expected}")

@@ -108,8 +108,10 @@ def parse_budget(
     return Budget("memory", parse_size(str(memory)), context=context, batch=batch)
 
 
-def stored_format(config: Config) -> str:
+def stored_format(config: Config, layout: Layout) -> str:
     """The format in which a model's weights are counted for a memory budget."""
+    if any(row.stored for _, row in layout.tensors()):
+        return cost.STORED
     return "fp32" if itemsize(config) == 4 else "bf16"
 
 
@@ -167,7 +169,7 @@ def select(request: SizeRequest, config: Config, layout: Layout, elastic: Elasti
     if request.submodel is not None:
         return _explicit(request.submodel, layout, elastic)
     assert request.budget is not None
-    return _within(replace(request.budget, dtype=stored_format(config)), layout, elastic)
+    return _within(replace(request.budget, dtype=stored_format(config, layout)), layout, elastic)
 
 
 def _explicit(submodel: Submodel, layout: Layout, elastic: ElasticConfig) -> Selection:
@@ -231,7 +233,7 @@ def describe_cut(layout: Layout, submodel: Submodel, stored: str = "bf16") -> li
     return [
         f"cut: {', '.join(cuts) or 'nothing, this is the whole model'}",
         f"parameters: {total}; {format_count(facts.active_params)} active",
-        f"weights: {format_bytes(weights)} in {stored}",
+        f"weights: {format_bytes(weights)} {'as stored' if stored == cost.STORED else f'in {stored}'}",
     ]
 
 
@@ -264,10 +266,10 @@ def run_slice(
             if len(sizes) > 1:
                 print(f"{selection.name}:")
             notes = unsorted_note(layout, selection.submodel, elastic)
-            facts = describe_cut(layout, selection.submodel, stored_format(config))
+            facts = describe_cut(layout, selection.submodel, stored_format(config, layout))
             for line in (*selection.lines, *facts, *notes):
                 print(line)
-        for line in (*_dropped_lines(plan.dropped), *_fetch_lines(opened, plan)):
+        for line in (*_dropped_lines(plan.dropped), *_quantized_lines(plan.quantized), *_fetch_lines(opened, plan)):
             print(line)
         if dry_run:
             print(f"dry run: {' and '.join(map(str, folders))} {'was' if len(folders) == 1 else 'were'} not written")
@@ -297,7 +299,7 @@ def planned_folders(out: Path, requests: Sequence[SizeRequest]) -> list[Path]:
     for name in names:
         if names.count(name) > 1:
             raise RequestError(f"--to {name} is given twice: name each size once")
-        if Path(name).name != name:
+        if Path(name).name != name or name == "..":
             raise RequestError(f"--to {name!r} cannot name a folder in {out}: slice it alone")
     return [out / name for name in names]
 
@@ -308,6 +310,15 @@ def _dropped_lines(dropped: Sequence[str]) -> list[str]:
         return []
     more = f", ... ({len(dropped)} in all)" if len(dropped) > MOST_NAMES else ""
     return [f"left out: {len(dropped)} tensors: {', '.join(dropped[:MOST_NAMES])}{more}"]
+
+
+def _quantized_lines(quantized: str) -> list[str]:
+    if not quantized:
+        return []
+    return [
+        f"note: quantized ({quantized}): transformers cannot load the slice; vLLM, SGLang and TensorRT-LLM can, and "
+        "ElasticModel.from_pretrained, dequantizing it"
+    ]
 
 
 def _fetch_lines(opened: OpenedSource, plan: SlicePlan) -> list[str]:

@@ -26,7 +26,8 @@ from star_elastic.errors import TargetError
 from star_elastic.families import family_of, layout_of
 from star_elastic.layout import Layout
 from star_elastic.opened import OpenedSource, folder_identity, is_hub_name, open_source
-from star_elastic.rewrite import TRAINING, NewModel, locate, parent_name, write_models
+from star_elastic.quant import ANY, bound_layout, read_quantized
+from star_elastic.rewrite import TRAINING, NewModel, locate, parent_name, say_quantized, write_models
 from star_elastic.submodel import FILE_NAME, ElasticConfig, Submodel
 
 HUB_THREADS = 4  # connections
@@ -162,6 +163,7 @@ class SlicePlan:
         models: what to write.
         reports: what will have been written.
         dropped: names of tensors that are left out.
+        quantized: how the weights are quantized, for people; empty where they are not.
     """
 
     opened: OpenedSource
@@ -169,6 +171,7 @@ class SlicePlan:
     models: tuple[NewModel, ...]
     reports: tuple[SliceReport, ...]
     dropped: tuple[str, ...]
+    quantized: str = ""
 
     def units(self) -> list[Unit]:
         """The work, if nothing of it is done yet."""
@@ -184,6 +187,8 @@ def plan_sizes(opened: OpenedSource, sizes: Sequence[Size], *, drop: Sequence[st
     checkpoint = Checkpoint.open(opened.folder)
     layout = layout_of(checkpoint.config)
     checkpoint, dropped = drop_tensors(checkpoint, layout, drop)
+    quantized = read_quantized(layout, checkpoint)
+    layout = bound_layout(layout, quantized.parts)
     identity = opened.identity or folder_identity(checkpoint)
     models, reports = [], []
     for size in sizes:
@@ -194,11 +199,12 @@ def plan_sizes(opened: OpenedSource, sizes: Sequence[Size], *, drop: Sequence[st
         config = family_of(checkpoint.config).child_config(
             checkpoint.config, size.submodel.widths, size.submodel.layers
         )
-        card = _card(size, report, layout, checkpoint, opened.parent)
+        config, quantization = say_quantized(config, checkpoint, cuts)
+        card = _card(size, report, layout, checkpoint, opened.parent, quantized.text)
         work = f"slice {size.submodel.model_dump_json()} of {identity}"
-        models.append(NewModel(size.out, cuts, config, card, work=work))
+        models.append(NewModel(size.out, cuts, config, card, quantization=quantization, work=work))
         reports.append(report)
-    return SlicePlan(opened, checkpoint, tuple(models), tuple(reports), dropped)
+    return SlicePlan(opened, checkpoint, tuple(models), tuple(reports), dropped, quantized.text)
 
 
 def write_sizes(
@@ -222,7 +228,9 @@ def write_sizes(
     return list(plan.reports)
 
 
-def _card(size: Size, report: SliceReport, layout: Layout, checkpoint: Checkpoint, parent: str | None) -> str:
+def _card(
+    size: Size, report: SliceReport, layout: Layout, checkpoint: Checkpoint, parent: str | None, quantized: str
+) -> str:
     elastic = ElasticConfig.load(checkpoint.folder) if (checkpoint.folder / FILE_NAME).exists() else None
     return slice_card(
         layout,
@@ -234,6 +242,7 @@ def _card(size: Size, report: SliceReport, layout: Layout, checkpoint: Checkpoin
         named=size.name or (_known_as(size.submodel, elastic, layout) if elastic else None),
         trained=elastic is not None and TRAINING in elastic.provenance,
         dropped=report.dropped,
+        quantized=quantized,
     )
 
 
@@ -265,7 +274,7 @@ def plan_slice(layout: Layout, checkpoint: Checkpoint, submodel: Submodel) -> li
     layers = range(layout.num_layers) if submodel.layers is None else submodel.layers
     layer_number = {kept: number for number, kept in enumerate(layers)}
     cuts = []
-    for name, found in locate(layout, checkpoint).items():
+    for name, found in locate(layout, checkpoint, quantized=ANY).items():
         if found.unit.layer is not None and found.unit.layer not in layer_number:
             continue
         layer = None if found.unit.layer is None else layer_number[found.unit.layer]

@@ -216,8 +216,10 @@ def open_elastic(
         UnknownNameError: unknown family or preset.
         WidthError: a given submodel cannot be cut.
     """
+    from star_elastic.quant import layout_in_folder  # it reads checkpoints, which read this module's files
+
     config = read_config(folder)
-    layout = layout_of(config)
+    layout = layout_in_folder(Path(folder), layout_of(config))
     if preset is not None:
         chosen = get_preset(preset)
         if chosen.layout.fingerprint != layout.fingerprint:
