@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -82,9 +83,8 @@ class HubServer:
 
     def __enter__(self) -> HubServer:
         self._lock = threading.Lock()
-        self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), _handler(self)) for _ in range(2)]
+        self._servers = [_Server(("127.0.0.1", 0), _handler(self)) for _ in range(2)]
         for server in self._servers:
-            server.daemon_threads = True
             threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return self
 
@@ -128,12 +128,24 @@ class HubServer:
             told["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
         return told
 
-    def content(self, name: str) -> bytes:
-        """The bytes that are sent."""
-        content = bytearray((self.folder / name).read_bytes())
-        if name == self.faults.corrupt:
+    def content(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes that are sent of a file; past its end there are none."""
+        path = self.folder / name
+        with path.open("rb") as file:
+            file.seek(start)
+            content = bytearray(file.read(stop - start))
+        if name == self.faults.corrupt and stop >= path.stat().st_size:
             content[-1] ^= 1
         return bytes(content)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, address: object) -> None:
+        """Say nothing of those who hang up, as all do in the end."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, address)  # type: ignore[arg-type]
 
 
 def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
@@ -176,27 +188,27 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             return self._send_file(file)
 
         def _send_file(self, name: str) -> None:
-            content = hub.content(name)
+            size = (hub.folder / name).stat().st_size
             asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-            start, stop = (int(asked[1]), int(asked[2]) + 1) if asked else (0, len(content))
+            start, stop = (int(asked[1]), int(asked[2]) + 1) if asked else (0, size)
             hub.fetched.append(Fetched(name, start, stop, self.headers.get("Authorization")))
-            if name.endswith(".safetensors"):
+            large = name.endswith(".safetensors")
+            if large:
                 hub.faults.wait()
                 if hub.strikes("busy"):
                     return self._fail(503)
-                if hub.strikes("refuse_range") or stop > len(content):
+                if hub.strikes("refuse_range") or stop > size:
                     return self._fail(416)
             if asked is None or hub.faults.no_ranges:
-                return self._send(200, content, {}, drop=name.endswith(".safetensors") and hub.strikes("drop"))
-            if name.endswith(".safetensors") and hub.strikes("shifted"):
-                start, stop = start + 1, stop + 1
-            headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
-            if not name.endswith(".safetensors"):
-                return self._send(206, content[start:stop], headers)
-            if hub.strikes("gzip"):
+                return self._send(200, hub.content(name, 0, size), {}, drop=large and hub.strikes("drop"))
+            if large and hub.strikes("shifted"):
+                start, stop = start - 1, stop - 1
+            headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}"}
+            if large and hub.strikes("gzip"):
                 headers["Content-Encoding"] = "gzip"
-            body = content[start : stop - 1] if hub.strikes("short") else content[start:stop]
-            return self._send(206, body, headers, drop=hub.strikes("drop"))
+            if large and hub.strikes("short"):
+                stop -= 1
+            return self._send(206, hub.content(name, start, stop), headers, drop=large and hub.strikes("drop"))
 
         def _send(self, status: int, body: bytes, headers: dict[str, str], drop: bool = False) -> None:
             self.send_response(status)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantized import quantized_folder
 from safetensors.torch import load_file, save_file
 from tiny import tiny_folder
 
@@ -72,6 +73,13 @@ def test_a_pattern_that_matches_nothing(parent: Path, plain: Path, tmp_path: Pat
 def test_a_pattern_that_matches_what_is_needed(parent: Path, tmp_path: Path, pattern: str) -> None:
     said = refused(parent, tmp_path, pattern)
     assert f"--drop {pattern!r} matches " in said and ", which a nemotron_h needs" in said
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_scales_of_quantized_matrices_are_needed(tmp_path: Path, form: str) -> None:
+    folder = quantized_folder(tmp_path / "quantized", form)
+    with pytest.raises(CheckpointError, match=r"--drop '\*_scale' matches .*_scale, which a nemotron_h needs"):
+        slice_checkpoint(folder, tmp_path / "out", Submodel(widths={"hidden": 32}), drop=["*_scale"])
 
 
 def test_on_the_command_line(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

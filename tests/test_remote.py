@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import COMMIT, Faults, HubServer
+from quantized import quantized_folder
 from tiny import tiny_folder
 
 from star_elastic.checkpoint import onepass
@@ -110,6 +111,13 @@ def test_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with HubServer(tiny_folder(tmp_path / "tiny")) as server:
         use(server, monkeypatch)
         check_from_hub(server, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_quantized_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    with HubServer(quantized_folder(tmp_path / "tiny", form)) as server:
+        use(server, monkeypatch)
+        check_from_hub(server, tmp_path, Submodel(widths={"hidden": 32, "expert_ffn": 48}))
 
 
 def fetched_ranges(hub: HubServer) -> dict[str, list[tuple[int, int]]]:
@@ -410,7 +418,10 @@ sys.exit(cli.main())
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+SLOW_SIGNALS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, *SLOW_SIGNALS])
 def test_going_on_after_a_signal(hub: HubServer, tmp_path: Path, how: signal.Signals) -> None:
     reached, go = threading.Event(), threading.Event()
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from star_elastic.checkpoint import Checkpoint
 from star_elastic.errors import CheckpointError, nearest
 from star_elastic.layout import Layout
+from star_elastic.quant import quantized_parts
 
 
 def drop_tensors(checkpoint: Checkpoint, layout: Layout, patterns: Sequence[str]) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -17,15 +18,22 @@ def drop_tensors(checkpoint: Checkpoint, layout: Layout, patterns: Sequence[str]
     Raises:
         CheckpointError: a pattern matches nothing, or a tensor that the model needs.
     """
+    if not patterns:
+        return checkpoint, ()
+    scales = quantized_parts(layout, checkpoint.tensors)
+
+    def is_known(name: str) -> bool:
+        return name in scales or layout.find(name) is not None
+
     dropped: set[str] = set()
     for pattern in patterns:
         matching = [name for name in checkpoint.tensors if fnmatchcase(name, pattern)]
         if not matching:
-            unknown = [name for name in checkpoint.tensors if layout.find(name) is None]
+            unknown = [name for name in checkpoint.tensors if not is_known(name)]
             raise CheckpointError(
                 f"--drop {pattern!r} matches no tensor of {checkpoint.folder}: {_hint(pattern, unknown)}"
             )
-        needed = [name for name in matching if layout.find(name) is not None]
+        needed = [name for name in matching if is_known(name)]
         if needed:
             raise CheckpointError(
                 f"--drop {pattern!r} matches {needed[0]}, which a {layout.family} needs: "

@@ -136,7 +136,8 @@ def write_units(
     try:
         for unit in in_order(work, units, threads, cancel=source.cancel if source else _ignore):
             log.finished(unit)
-        log.commit()
+        if source is not None:  # what lies on this disk is synced with the folder, in a moment
+            log.commit()
     except ChecksumError:
         for output in outputs:
             output.give_up()
