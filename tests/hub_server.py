@@ -201,7 +201,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                     return self._fail(416)
             if asked is None or hub.faults.no_ranges:
                 return self._send(200, hub.content(name, 0, size), {}, drop=large and hub.strikes("drop"))
-            if large and hub.strikes("shifted"):
+            if large and start > 0 and hub.strikes("shifted"):
                 start, stop = start - 1, stop - 1
             headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}"}
             if large and hub.strikes("gzip"):

@@ -402,6 +402,7 @@ def test_other_work_is_not_continued(hub: HubServer, tmp_path: Path, change: str
         submodel = CUT.model_copy(update={"widths": {**CUT.widths, "hidden": 40}})
     else:
         hub.commit = COMMIT[::-1]
+        hub.folder = tiny_folder(tmp_path / "tiny", sharded=True, seed=1)
     slice_checkpoint(hub.name, tmp_path / "a" / "out", submodel)
     slice_checkpoint(hub.folder, tmp_path / "b" / "out", submodel)
     check_same(tmp_path / "a" / "out", tmp_path / "b" / "out")
