@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from star_elastic.checkpoint import Checkpoint
 from star_elastic.errors import CheckpointError
 from star_elastic.layout import Layout
 from star_elastic.quant.bound import bound_layout, expected_layout
@@ -14,6 +13,9 @@ from star_elastic.quant.declared import SIDECAR, Declared, read_declared
 from star_elastic.quant.formats import FORMATS, LocatedPart
 from star_elastic.quant.parts import quantized_parts
 from star_elastic.submodel import read_config
+
+if TYPE_CHECKING:
+    from star_elastic.checkpoint import Checkpoint
 
 ANY = frozenset(FORMATS)
 """All formats that are known here."""
@@ -86,6 +88,8 @@ def layout_in_folder(folder: Any, layout: Layout) -> Layout:
     declared = read_declared(folder, read_config(folder))
     if declared is None:
         return layout
+    from star_elastic.checkpoint import Checkpoint  # numpy, which most folders are inspected without
+
     if not any(folder.glob("*.safetensors*")):
         form = "nvfp4" if "nvfp4" in declared.formats else "fp8"
         return expected_layout(layout, form)
