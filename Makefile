@@ -5,12 +5,15 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= demo-out
 
-.PHONY: help demo test test-slow lint bench bench-gpu clean
+MODELOPT := .venv-modelopt
+
+.PHONY: help demo test test-slow test-modelopt lint bench bench-gpu clean
 
 help:
 	@echo "make demo       train a small elastic family on this machine, end to end (about four minutes on two cores)"
 	@echo "make test       ruff, mypy and the fast tests"
 	@echo "make test-slow  the tests that make test leaves out"
+	@echo "make test-modelopt  quantized slices against NVIDIA Model Optimizer, in an environment of its own"
 	@echo "make bench      the benchmarks: one table and one JSON line each"
 	@echo "make bench-gpu  what only a GPU can show"
 	@echo "make clean      remove the environment, caches and the demo's output"
@@ -34,6 +37,14 @@ test: lint
 test-slow: $(READY)
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
 
+$(MODELOPT)/.ready:
+	$(PYTHON) -m venv $(MODELOPT)
+	$(MODELOPT)/bin/python -m pip install --quiet 'nvidia-modelopt==0.47.0' 'compressed-tensors==0.19.0' 'transformers==5.17.*' 'torch==2.13.0'
+	@touch $@
+
+test-modelopt: $(READY) $(MODELOPT)/.ready
+	OMP_NUM_THREADS=1 MODELOPT_PYTHON=$(CURDIR)/$(MODELOPT)/bin/python $(BIN)/python -m pytest -m modelopt
+
 bench: $(READY)
 	@for script in benchmarks/slice_io.py benchmarks/lens.py benchmarks/score.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
@@ -41,4 +52,4 @@ bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(OUT)
+	rm -rf $(VENV) $(MODELOPT) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(OUT)

@@ -134,9 +134,10 @@ def test_a_full_disk(
 ) -> None:
     from star_elastic.checkpoint import writer
 
-    original = writer.write_file
-    monkeypatch.setattr(writer, "write_file", lambda path, *rest: original(Path("/dev/full"), *rest))
-    check_refused(["slice", str(parent), str(tmp_path / "out"), *CUT], "No space left on device", tmp_path, capsys)
+    original = writer.write_at
+    with Path("/dev/full").open("wb") as full:
+        monkeypatch.setattr(writer, "write_at", lambda file, *rest: original(full.fileno(), *rest))
+        check_refused(["slice", str(parent), str(tmp_path / "out"), *CUT], "No space left on device", tmp_path, capsys)
 
 
 def test_scores_that_are_not_there(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

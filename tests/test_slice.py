@@ -316,7 +316,10 @@ def edited(source: Path, tmp_path: Path, edit: dict[str, torch.Tensor | None]) -
             {"lm_head.weight": torch.zeros(128, 60)},
             r"lm_head.weight has shape \[128, 60\]; config.json says \[128, 64\]",
         ),
-        ({"lm_head.weight": torch.zeros(128, 64, dtype=torch.int32)}, "lm_head.weight is I32; only unquantized"),
+        (
+            {"lm_head.weight": torch.zeros(128, 64, dtype=torch.int32)},
+            r"lm_head.weight is I32 \[128, 64\], which is no layout known here",
+        ),
         ({"backbone.norm_f.weight": None}, "misses backbone.norm_f.weight that its config.json describes"),
         (
             {"backbone.layers.1.mixer.experts.7.up_proj.weight": None},

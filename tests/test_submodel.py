@@ -48,7 +48,10 @@ def folder_with(parent: Path, tmp_path: Path, elastic: str | None = None, **conf
         ({"family": "llama"}, "is for family 'llama', config.json for 'nemotron_h'"),
         ({"submodel": {}}, "unknown field 'submodel': did you mean 'submodels'?"),
         ({"submodels": {"a": {"width": {}}}}, "unknown field 'submodels.a.width': did you mean 'widths'?"),
-        ({"submodels": {"a": {"widths": {"hidden": "32"}}}}, "submodels.a.widths.hidden: Input should be a valid integer"),
+        (
+            {"submodels": {"a": {"widths": {"hidden": "32"}}}},
+            "submodels.a.widths.hidden: Input should be a valid integer",
+        ),
         ({"submodels": {"a": {"widths": {"hidden": 33}}}}, "submodel 'a': hidden width 33 is illegal"),
         ({"submodels": {"a": {"widths": {"hiden": 32}}}}, "did you mean 'hidden'?"),
         ({"submodels": {"full": {"widths": {"hidden": 32}}}}, "'full' always means the whole model"),
@@ -176,10 +179,9 @@ def test_sigterm_in_mid_write_cleans_up_and_is_one_line(parent: Path, tmp_path: 
 import sys, time
 from star_elastic.checkpoint import writer
 import star_elastic.cli as cli
-slow = writer.write_file
 def waiting(*a):
     print("writing", flush=True); time.sleep(60)
-writer.write_file = waiting
+writer.WeightFiles.write = waiting
 sys.argv = ["star-elastic", "slice", {str(parent)!r}, {str(tmp_path / "out")!r}, "--width", "hidden=32"]
 sys.exit(cli.main())
 """

@@ -87,7 +87,10 @@ def test_a_full_or_odd_target(tmp_path: Path) -> None:
         pass
     with pytest.raises(TargetError, match="file is a file"), target_folder(tmp_path / "file"):
         pass
-    with pytest.raises(TargetError, match="out cannot be made: .*file is a file"), target_folder(tmp_path / "file" / "out"):
+    with (
+        pytest.raises(TargetError, match="out cannot be made: .*file is a file"),
+        target_folder(tmp_path / "file" / "out"),
+    ):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
 
@@ -121,10 +124,11 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, parent: Path, monkeypatc
 def test_a_disk_that_is_really_full(tmp_path: Path, parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from star_elastic.checkpoint import writer
 
-    original = writer.write_file
-    monkeypatch.setattr(writer, "write_file", lambda path, *rest: original(Path("/dev/full"), *rest))
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        slice_checkpoint(parent, tmp_path / "out", Submodel())
+    original = writer.write_at
+    with Path("/dev/full").open("wb") as full:
+        monkeypatch.setattr(writer, "write_at", lambda file, *rest: original(full.fileno(), *rest))
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            slice_checkpoint(parent, tmp_path / "out", Submodel())
     assert list(tmp_path.iterdir()) == []
 
 

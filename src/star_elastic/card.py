@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ def slice_card(
     licence: Mapping[str, Any],
     named: str | None,
     trained: bool,
+    dropped: Sequence[str] = (),
+    quantized: str = "",
 ) -> str:
     """The card of a slice.
 
@@ -40,6 +42,8 @@ def slice_card(
         licence: front-matter fields taken over from the parent's card.
         named: the submodel's name in the parent's family, where it has one.
         trained: whether the family was trained for its named submodels.
+        dropped: names of the parent's tensors that were left out on request.
+        quantized: how the weights are quantized, where they are.
     """
     widths = submodel.keyed_widths
     total = cost.params(layout, widths, submodel.layers)
@@ -60,20 +64,23 @@ def slice_card(
         f"| active per token | {format_count(active)} ({active:,}) | {_count(cost.active_params(layout, {}))} |",
         *_width_lines(layout, submodel),
         f"\nThe weights take {format_bytes(nbytes)} ({nbytes:,} bytes).\n",
-        per_layer_usage(title, submodel.layer_widths) if submodel.layer_widths else usage(title),
+        *_dropped_lines(dropped),
+        _slice_usage(title, submodel, quantized),
         licence_text(parent, licence),
     ]
     return "\n".join(lines)
 
 
-def sorted_card(*, title: str, parent: str, axes: tuple[str, ...], licence: Mapping[str, Any]) -> str:
+def sorted_card(
+    *, title: str, parent: str, axes: tuple[str, ...], licence: Mapping[str, Any], quantized: str = ""
+) -> str:
     """The card of a sorted parent."""
     lines = [
         front_matter(parent, licence),
         f"# {title}\n",
         f"`{parent}` with its weights put in order of importance by star-elastic {VERSION}: the same function, nested.",
         f"Sorted: {', '.join(axes) or 'nothing'}. Its nested models are listed in `elastic.json`.\n",
-        usage(title),
+        quantized_usage(title, quantized) if quantized else usage(title),
         licence_text(parent, licence),
     ]
     return "\n".join(lines)
@@ -83,6 +90,12 @@ def front_matter(parent: str, licence: Mapping[str, Any]) -> str:
     """The block between ``---`` that model hubs read."""
     fields = {**licence, "library_name": "transformers", "pipeline_tag": "text-generation", "base_model": parent}
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
+
+
+def _slice_usage(title: str, submodel: Submodel, quantized: str) -> str:
+    if submodel.layer_widths:
+        return per_layer_usage(title, submodel.layer_widths, quantized)
+    return quantized_usage(title, quantized) if quantized else usage(title)
 
 
 def usage(title: str) -> str:
@@ -100,13 +113,18 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 """
 
 
-def per_layer_usage(title: str, layer_widths: LayerWidths) -> str:
+def per_layer_usage(title: str, layer_widths: LayerWidths, quantized: str = "") -> str:
     """How to run a folder whose layers differ in width, and how they differ by the parent's layers."""
+    loads = (
+        f"loads it. Its weights are quantized ({quantized}), and dequantized while it loads"
+        if quantized
+        else "loads it"
+    )
     axes = "\n".join(f"- {axis}: {by_width(own)}" for axis, own in layer_widths.items())
     return f"""## Use
 
 The layers of this model differ in width, which no transformers config can say: transformers refuses the folder, and star-elastic
-loads it.
+{loads}.
 
 ```python
 from star_elastic import ElasticModel
@@ -121,6 +139,26 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 Widths by the parent's layers (`elastic.json` has them by this model's):
 
 {axes}
+"""
+
+
+def quantized_usage(title: str, quantized: str) -> str:
+    """How to run a quantized folder, which transformers cannot."""
+    return f"""## Use
+
+Quantized ({quantized}). transformers cannot load this layout; vLLM, SGLang and TensorRT-LLM can:
+
+```bash
+vllm serve {title}
+```
+
+Or take it as ordinary numbers, dequantized while it loads:
+
+```python
+from star_elastic import ElasticModel
+
+model = ElasticModel.from_pretrained("{title}").model
+```
 """
 
 
@@ -140,6 +178,13 @@ def read_licence(folder: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return {name: fields[name] for name in FRONT_MATTER_LICENCE if name in fields} if isinstance(fields, dict) else {}
+
+
+def _dropped_lines(dropped: Sequence[str]) -> list[str]:
+    if not dropped:
+        return []
+    names = ", ".join(f"`{name}`" for name in dropped)
+    return [f"Left out of the parent on request, {len(dropped)} in all: {names}.\n"]
 
 
 def _width_lines(layout: Layout, submodel: Submodel) -> list[str]:

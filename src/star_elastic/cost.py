@@ -18,6 +18,7 @@ from star_elastic.layout import Layout, Row, Unit
 Layers = Sequence[int] | Mapping[int, Any] | None
 
 FORMATS = ("fp32", "bf16", "fp8", "nvfp4")
+STORED = "stored"
 NVFP4_BLOCK = 16  # numbers that share one E4M3 scale, along the input dimension
 
 
@@ -52,8 +53,9 @@ def weight_bytes(layout: Layout, widths: Widths, layers: Layers = None, dtype: s
         widths: width per axis; axes left out count at the parent's own.
         layers: which layers count.
         dtype: ``fp32`` or ``bf16``; or ``fp8`` / ``nvfp4``, in which the matrices that the family stores in that format take 1
-            byte, or 1/2 byte and 1/16 byte of block scales, plus their fp32 tensor scales, and the rest stays bf16. Tensors
-            that transformers keeps in fp32 count 4 bytes a number in every format.
+            byte, or 1/2 byte and 1/16 byte of block scales, plus their fp32 tensor scales, and the rest stays bf16; or
+            ``stored``: each matrix as in the checkpoint that the table is bound to. Tensors that transformers keeps in fp32
+            count 4 bytes a number in every format.
     """
     total: Any = 0
     for _, row, own, weight in _rows(layout, widths, layers):
@@ -67,14 +69,18 @@ def bytes_per_number(row: Row, dtype: str) -> float:
     """Bytes per number of a row's tensor in a format, block scales included."""
     if row.fp32 or dtype == "fp32":
         return 4
-    if dtype not in row.formats:
+    if dtype == STORED:
+        dtype = row.stored or "bf16"
+    elif dtype not in row.formats:
+        dtype = "bf16"
+    if dtype == "bf16":
         return 2
     return 1 if dtype == "fp8" else 0.5 + 1 / NVFP4_BLOCK
 
 
 def scale_bytes(row: Row, widths: AxisWidths, dtype: str) -> Any:
     """Bytes of fp32 tensor scales: one for the weight and one for its input, per stored matrix."""
-    if dtype not in row.formats:
+    if row.stored is None if dtype == STORED else dtype not in row.formats:
         return 0
     matrices = row.dims[0].width(widths) if row.unrolled else 1
     return 8 * matrices * len(row.disk_names)

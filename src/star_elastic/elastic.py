@@ -23,10 +23,12 @@ from star_elastic.families import FAMILIES, layout_of
 from star_elastic.layout import Layout
 from star_elastic.lens_masked import MaskedLens
 from star_elastic.lens_sliced import SlicedLens
-from star_elastic.loading import transformers_reads
+from star_elastic.loading import choose_dtype, transformers_reads
 from star_elastic.loading_per_layer import load_per_layer
 from star_elastic.masks import Masks
 from star_elastic.per_layer import own_table
+from star_elastic.quant import ANY
+from star_elastic.quant.load import is_quantized, load_dequantized
 from star_elastic.rewrite import locate
 from star_elastic.routing import ActiveRouter
 from star_elastic.skeleton import check_tied, compare_shapes
@@ -97,8 +99,9 @@ class ElasticModel(nn.Module):
             folder: a transformers folder; ``elastic.json`` is optional.
             submodels: further nested models by name.
             preset: take the nested models of this published model.
-            **kwargs: passed on to transformers: ``dtype``, ``device_map``, ``attn_implementation``, ... A slice whose layers
-                differ takes ``dtype``, ``device`` and ``attn_implementation``.
+            **kwargs: passed on to transformers: ``dtype``, ``device_map``, ``attn_implementation``, ... A quantized folder is
+                dequantized to ``dtype`` (config.json's if left out) and takes no other ``device_map`` than one device. A slice
+                whose layers differ takes ``dtype``, ``device`` and ``attn_implementation``; it is dequantized too.
 
         Raises:
             CheckpointError: the folder is missing, damaged, or its files disagree.
@@ -107,10 +110,12 @@ class ElasticModel(nn.Module):
             ElasticError: an option that loading a slice whose layers differ does not have.
         """
         _, layout, config = open_elastic(folder, preset=preset, submodels=submodels, per_layer=True)
-        locate(layout, Checkpoint.open(folder))
+        locate(layout, Checkpoint.open(folder), quantized=ANY)
         if config.own_widths:
             return cls(load_per_layer(folder, layout, **_known_options(folder, kwargs)), config)
         with transformers_reads(folder):
+            if is_quantized(folder):
+                return cls(load_dequantized(folder, **_places(kwargs)), config)
             model = AutoModelForCausalLM.from_pretrained(
                 folder, **{"dtype": "auto", **kwargs, "trust_remote_code": False}
             )
@@ -270,4 +275,23 @@ def _known_options(folder: Path | str, options: Mapping[str, Any]) -> dict[str, 
     for name in options:
         if name not in known:
             raise ElasticError(f"{folder} differs in width by layer and loads without {name!r}: {nearest(name, known)}")
-    return dict(options)
+    return {**options, "dtype": _dtype(options)}
+
+
+def _places(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` for a folder that is dequantized here.
+
+    Raises:
+        ElasticError: a ``device_map`` that spreads the model.
+    """
+    place = kwargs.pop("device_map", "cpu")
+    if isinstance(place, dict) or place in ("auto", "balanced", "balanced_low_0", "sequential"):
+        raise ElasticError(
+            f"device_map {place!r} cannot be used with quantized weights, which are dequantized here: name one device"
+        )
+    return {**kwargs, "dtype": _dtype(kwargs), "device": torch.device(place)}
+
+
+def _dtype(kwargs: Mapping[str, Any]) -> torch.dtype | str:
+    dtype = kwargs.get("dtype", "auto")
+    return choose_dtype(dtype) if isinstance(dtype, str) else dtype

@@ -36,6 +36,14 @@ class TargetError(ElasticError, FileExistsError):
     """An output folder that must not be written: it is not empty, or lies inside the source."""
 
 
+class RemoteError(ElasticError, ConnectionError):
+    """A model of the hub that does not exist, is not ours to read, or cannot be fetched."""
+
+
+class ChecksumError(RemoteError):
+    """A file whose bytes are not those that the hub has a hash of."""
+
+
 class RecipeError(ElasticError, ValueError):
     """A training recipe with an unknown key or an impossible value."""
 

@@ -12,6 +12,7 @@ from star_elastic.checkpoint import Checkpoint
 from star_elastic.elastic import ElasticModel
 from star_elastic.errors import DataError
 from star_elastic.loading import check_batches, check_tokenizer, choose_device, choose_dtype, load_model
+from star_elastic.quant import ANY
 from star_elastic.rewrite import locate
 from star_elastic.submodel import FULL, open_elastic
 from star_elastic.train.documents import load_tokenizer
@@ -61,7 +62,7 @@ def generate_text(
     check_prompt(prompt)
     _, layout, elastic = open_elastic(folder, preset=preset, per_layer=True)
     elastic.get(submodel or FULL)
-    locate(layout, Checkpoint.open(folder))
+    locate(layout, Checkpoint.open(folder), quantized=ANY)
     where, kind = choose_device(device), choose_dtype(dtype)
     tokenizer = load_tokenizer(folder)
     check_tokenizer(tokenizer, layout)

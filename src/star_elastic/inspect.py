@@ -132,12 +132,18 @@ def submodel_cost(layout: Layout, submodel: Submodel) -> SubmodelCost:
         params=cost.params(layout, widths, layers),
         active_params=cost.active_params(layout, widths, layers),
         active_params_without_embedding=cost.active_params(layout, widths, layers, embedding=False),
-        bytes={dtype: int(cost.weight_bytes(layout, widths, layers, dtype)) for dtype in STORED_FORMATS},
+        bytes={dtype: int(cost.weight_bytes(layout, widths, layers, dtype)) for dtype in stored_formats(layout)},
         kv_bytes_per_token=cost.kv_bytes_per_token(layout, widths, layers),
         state_bytes_per_sequence=cost.state_bytes_per_sequence(layout, widths, layers),
         copied_bytes=copied_bytes,
         copied_axes=copied_axes,
     )
+
+
+def stored_formats(layout: Layout) -> tuple[str, ...]:
+    """Formats in which weights are counted; the folder's own first, where it is quantized."""
+    quantized = any(row.stored for _, row in layout.tensors())
+    return (cost.STORED, *STORED_FORMATS) if quantized else STORED_FORMATS
 
 
 def copies(layout: Layout, submodel: Submodel) -> tuple[int, tuple[str, ...]]:
@@ -247,8 +253,9 @@ def _submodels_table(layout: Layout, submodels: Mapping[str, SubmodelCost]) -> T
     table.add_row("parameters", *(format_count(s.params) for s in costs))
     table.add_row("active", *(format_count(s.active_params) for s in costs))
     table.add_row("active, no input embedding", *(format_count(s.active_params_without_embedding) for s in costs))
-    for dtype in STORED_FORMATS:
-        table.add_row(f"weights in {dtype}", *(format_bytes(s.bytes[dtype]) for s in costs))
+    for dtype in stored_formats(layout):
+        label = "weights as stored" if dtype == cost.STORED else f"weights in {dtype}"
+        table.add_row(label, *(format_bytes(s.bytes[dtype]) for s in costs))
     table.add_row("KV per token", *(format_bytes(s.kv_bytes_per_token) for s in costs))
     table.add_row("state per sequence", *(format_bytes(s.state_bytes_per_sequence) for s in costs))
     table.add_row("copied in memory", *(format_bytes(s.copied_bytes) for s in costs))

@@ -184,6 +184,7 @@ class Row:
         fp32: kept in fp32 whatever the model's dtype.
         formats: the quantized formats in which this matrix is stored.
         alias: in-memory full name of the parameter that this one is tied to.
+        stored: the quantized format in which the checkpoint at hand stores this matrix (``quant.bound_layout``).
     """
 
     name: str
@@ -195,6 +196,7 @@ class Row:
     norm: Norm | None = None
     formats: frozenset[str] = frozenset()
     alias: str | None = None
+    stored: str | None = None
 
     @cached_property
     def axes(self) -> frozenset[str]:

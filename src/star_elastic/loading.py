@@ -65,14 +65,21 @@ def layout_in(kind: torch.dtype | str, config: Mapping[str, Any], layout: Layout
 def load_model(folder: Path | str, *, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
     """Load a causal LM in eval mode, also a slice whose layers differ in width; code that came with the folder is never run.
 
+    A quantized folder is dequantized.
+
     Raises:
-        CheckpointError: tensors are missing or have the wrong shape.
+        CheckpointError: tensors are missing or have the wrong shape, or are quantized in a way that is not known here.
     """
     from transformers import AutoModelForCausalLM
+
+    from star_elastic.quant.load import is_quantized, load_dequantized
 
     if own_widths_in(folder):
         _, layout, _ = open_elastic(folder, per_layer=True)
         return load_per_layer(folder, layout, device=device, dtype=dtype)
+    if is_quantized(folder):
+        with transformers_reads(folder):
+            return load_dequantized(folder, device=device, dtype=dtype)
     with no_bars(), transformers_reads(folder):
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
@@ -117,6 +124,8 @@ def transformers_reads(folder: Path | str) -> Iterator[None]:
     """
     try:
         yield
+    except ElasticError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{folder} cannot be loaded by transformers: {type(error).__name__}: {reason}") from error

@@ -10,6 +10,7 @@ from torch import nn
 
 from star_elastic.checkpoint import Checkpoint
 from star_elastic.layout import Layout
+from star_elastic.quant import ANY, SECTION
 from star_elastic.rewrite import locate
 from star_elastic.skeleton import build, compare_shapes
 from star_elastic.streamed import compute_buffers, read_row, stored_dtype
@@ -27,6 +28,8 @@ def load_per_layer(
 ) -> Any:
     """Load a causal LM whose layers differ in width, in eval mode; code that came with the folder is never run.
 
+    Quantized matrices are dequantized.
+
     Args:
         folder: the slice.
         layout: its table, ``per_layer.own_table``.
@@ -41,9 +44,10 @@ def load_per_layer(
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     checkpoint = Checkpoint.open(folder)
-    locate(layout, checkpoint)
+    locate(layout, checkpoint, quantized=ANY)
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
+    vars(config).pop(SECTION, None)  # matrices are turned into ordinary numbers as they are read
     kind = dtype if isinstance(dtype, torch.dtype) else stored_dtype(config, checkpoint)
     config.dtype = kind
     model, _ = build(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, layout, Submodel())

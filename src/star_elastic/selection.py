@@ -7,14 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from star_elastic import cost
-from star_elastic.checkpoint import Checkpoint, check_target
-from star_elastic.errors import ElasticError, WidthError
+from star_elastic.errors import MOST_NAMES, ElasticError, RemoteError, WidthError
 from star_elastic.families.base import Config, itemsize
 from star_elastic.inspect import submodel_cost, with_full
 from star_elastic.ladder import Budget, Choice, choose
 from star_elastic.layout import Layout
+from star_elastic.opened import OpenedSource, open_source
 from star_elastic.per_layer import by_width
-from star_elastic.slice import SliceReport, plan_slice, slice_checkpoint
+from star_elastic.slice import (
+    Size,
+    SlicePlan,
+    SliceReport,
+    check_folders,
+    plan_sizes,
+    scratch_path,
+    write_sizes,
+)
 from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
 from star_elastic.units import format_bytes, format_count, parse_count, parse_size
 
@@ -106,8 +114,10 @@ def parse_budget(
     return Budget("memory", parse_size(str(memory)), context=context, batch=batch)
 
 
-def stored_format(config: Config) -> str:
+def stored_format(config: Config, layout: Layout) -> str:
     """The format in which a model's weights are counted for a memory budget."""
+    if any(row.stored for _, row in layout.tensors()):
+        return cost.STORED
     return "fp32" if itemsize(config) == 4 else "bf16"
 
 
@@ -165,7 +175,7 @@ def select(request: SizeRequest, config: Config, layout: Layout, elastic: Elasti
     if request.submodel is not None:
         return _explicit(request.submodel, layout, elastic)
     assert request.budget is not None
-    return _within(replace(request.budget, dtype=stored_format(config)), layout, elastic)
+    return _within(replace(request.budget, dtype=stored_format(config, layout)), layout, elastic)
 
 
 def _explicit(submodel: Submodel, layout: Layout, elastic: ElasticConfig) -> Selection:
@@ -232,33 +242,106 @@ def describe_cut(layout: Layout, submodel: Submodel, stored: str = "bf16") -> li
     return [
         f"cut: {', '.join(cuts) or 'nothing, this is the whole model'}",
         f"parameters: {total}; {format_count(facts.active_params)} active",
-        f"weights: {format_bytes(weights)} in {stored}",
+        f"weights: {format_bytes(weights)} {'as stored' if stored == cost.STORED else f'in {stored}'}",
         *([PER_LAYER_NOTE] if facts.layer_widths else []),
     ]
 
 
 def run_slice(
-    source: Path, out: Path, request: SizeRequest, *, preset: str | None = None, dry_run: bool = False
-) -> SliceReport | None:
+    source: Path | str,
+    out: Path,
+    requests: Sequence[SizeRequest],
+    *,
+    preset: str | None = None,
+    drop: Sequence[str] = (),
+    threads: int | None = None,
+    dry_run: bool = False,
+) -> list[SliceReport]:
     """Slice as asked on the command line, and say on stdout what was chosen and cut.
 
-    A dry run makes every check of a real one and writes nothing.
+    One size goes to ``out`` itself, several each to a folder of its name in it. A dry run makes every check of a real one and
+    writes nothing.
 
     Raises:
-        As ``open_elastic``, ``select`` and ``slice_checkpoint`` do.
+        As ``open_elastic``, ``select`` and ``slice_sizes`` do.
     """
-    config, layout, elastic = open_elastic(source, preset=preset)
-    selection = select(request, config, layout, elastic)
-    check_target(out, source)
-    plan_slice(
-        layout, Checkpoint.open(source), selection.submodel.completed(layout)
-    )  # for its checks, before anything is said
-    notes = unsorted_note(layout, selection.submodel, elastic)
-    for line in (*selection.lines, *describe_cut(layout, selection.submodel, stored_format(config)), *notes):
-        print(line)
-    if dry_run:
-        print(f"dry run: {out} was not written")
-        return None
-    report = slice_checkpoint(source, out, selection.submodel, name=selection.name)
-    print(f"wrote {out}: {report.tensors} tensors, {format_bytes(report.nbytes)}")
-    return report
+    folders = planned_folders(out, requests)
+    check_folders(folders, source)
+    with open_source(source, None if dry_run else scratch_path(out)) as opened:
+        config, layout, elastic = open_elastic(opened.folder, preset=preset)
+        selections = [select(request, config, layout, elastic) for request in requests]
+        sizes = [Size(folder, found.submodel, found.name) for folder, found in zip(folders, selections, strict=True)]
+        plan = plan_sizes(opened, sizes, drop=drop)  # for its checks, before anything is said
+        for selection in selections:
+            if len(sizes) > 1:
+                print(f"{selection.name}:")
+            notes = unsorted_note(layout, selection.submodel, elastic)
+            facts = describe_cut(layout, selection.submodel, stored_format(config, layout))
+            for line in (*selection.lines, *facts, *notes):
+                print(line)
+        for line in (*_dropped_lines(plan.dropped), *_quantized_lines(plan), *_fetch_lines(opened, plan)):
+            print(line)
+        if dry_run:
+            print(f"dry run: {' and '.join(map(str, folders))} {'was' if len(folders) == 1 else 'were'} not written")
+            return []
+        try:
+            reports = write_sizes(plan, threads=threads)
+        except KeyboardInterrupt:
+            if opened.fetch is None:
+                raise
+            raise RemoteError("interrupted; what is finished is kept: the same command goes on from there") from None
+        for report in reports:
+            print(f"wrote {report.folder}: {report.tensors} tensors, {format_bytes(report.nbytes)}")
+        if opened.fetch is not None:
+            print(opened.fetch.checked())
+        return reports
+
+
+def planned_folders(out: Path, requests: Sequence[SizeRequest]) -> list[Path]:
+    """Where each size goes.
+
+    Raises:
+        RequestError: several sizes, of which one has a name that is no folder's, or two have the same.
+    """
+    if len(requests) == 1:
+        return [out]
+    names = [str(request.name) for request in requests]
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError(f"--to {name} is given twice: name each size once")
+        if Path(name).name != name or name == "..":
+            raise RequestError(f"--to {name!r} cannot name a folder in {out}: slice it alone")
+    return [out / name for name in names]
+
+
+def _dropped_lines(dropped: Sequence[str]) -> list[str]:
+    """The first few names, and how many in all; the model card lists each."""
+    if not dropped:
+        return []
+    more = f", ... ({len(dropped)} in all)" if len(dropped) > MOST_NAMES else ""
+    return [f"left out: {len(dropped)} tensors: {', '.join(dropped[:MOST_NAMES])}{more}"]
+
+
+def _quantized_lines(plan: SlicePlan) -> list[str]:
+    """What can load quantized slices; servers take only those that a config describes, whose layers agree."""
+    if not plan.quantized:
+        return []
+    note = f"note: quantized ({plan.quantized}): "
+    per_layer = [bool(report.submodel.layer_widths) for report in plan.reports]
+    if all(per_layer):
+        return [f"{note}only ElasticModel.from_pretrained can load it, dequantizing it"]
+    which = "slices whose layers agree" if any(per_layer) else "the slice"
+    return [
+        f"{note}transformers cannot load {which}; vLLM, SGLang and TensorRT-LLM can, and ElasticModel.from_pretrained, "
+        "dequantizing it"
+    ]
+
+
+def _fetch_lines(opened: OpenedSource, plan: SlicePlan) -> list[str]:
+    if opened.fetch is None:
+        return []
+    needed, whole = opened.fetch.fetch_bytes(plan.units()), opened.fetch.nbytes
+    lines = [f"to fetch: {format_bytes(needed)} of {format_bytes(whole)} ({needed / max(whole, 1):.0%})"]
+    if opened.fetch.whole_files:
+        lines.append(f"note: the server gives no parts of files, so {len(opened.fetch.whole_files)} are fetched whole")
+    return lines

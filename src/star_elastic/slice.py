@@ -8,17 +8,33 @@ Where the layers of the nested model differ in width, no config of transformers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from star_elastic import cost
 from star_elastic.axes import widths_of
 from star_elastic.card import read_licence, slice_card
-from star_elastic.checkpoint import MAX_SHARD_BYTES, Checkpoint, TensorCut, check_target
+from star_elastic.checkpoint import (
+    MAX_SHARD_BYTES,
+    Checkpoint,
+    Output,
+    TensorCut,
+    Unit,
+    WeightFiles,
+    check_target,
+    plan_units,
+)
+from star_elastic.drop import drop_tensors
+from star_elastic.errors import TargetError
 from star_elastic.families import family_of, layout_of
 from star_elastic.layout import Layout
-from star_elastic.rewrite import TRAINING, locate, parent_name, write_model
+from star_elastic.opened import OpenedSource, folder_identity, is_hub_name, open_source
+from star_elastic.quant import ANY, bound_layout, read_quantized
+from star_elastic.rewrite import TRAINING, NewModel, locate, parent_name, say_quantized, write_models
 from star_elastic.submodel import FILE_NAME, ElasticConfig, Submodel, own_widths_in, refuse_per_layer
+
+HUB_THREADS = 4  # connections
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,7 @@ class SliceReport:
         active_params: parameters that a token uses, both embedding matrices counted.
         nbytes: bytes of the weights.
         tensors: number of tensors in the files.
+        dropped: names of the source's tensors that were left out because the user said so.
     """
 
     folder: Path
@@ -40,6 +57,22 @@ class SliceReport:
     active_params: int
     nbytes: int
     tensors: int
+    dropped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Size:
+    """A slice to be made.
+
+    Attributes:
+        out: new folder; it appears whole or not at all.
+        submodel: widths per axis and kept layers; axes left out stay whole.
+        name: the submodel's name, for the model card; looked up in elastic.json where left out.
+    """
+
+    out: Path | str
+    submodel: Submodel
+    name: str | None = None
 
 
 def slice_checkpoint(
@@ -48,69 +81,188 @@ def slice_checkpoint(
     submodel: Submodel,
     *,
     name: str | None = None,
+    drop: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    threads: int | None = None,
     progress: bool = True,
 ) -> SliceReport:
     """Cut a nested model out into a folder of its own. No training, no torch, constant memory.
 
     Args:
-        source: an elastic checkpoint, or any model folder of a known family; read only.
+        source: an elastic checkpoint, or any model folder of a known family, read only; or a hub name, ``org/name`` or
+            ``org/name@revision``, of which only the needed bytes are fetched.
         out: new folder; it appears whole or not at all.
         submodel: widths per axis and kept layers; axes left out stay whole.
         name: the submodel's name, for the model card; looked up in elastic.json where left out.
+        drop: shell patterns of tensors to leave out that the family's table does not know, such as ``mtp.*``.
         max_shard_bytes: larger models are split into files of at most this size.
+        threads: tensors that are worked on at once; 1 from a folder and 4 from the hub if left out.
         progress: draw a progress bar on a terminal.
 
     Raises:
         WidthError, UnknownNameError: the source cannot be cut so.
         CheckpointError: the source is damaged or is not what its config says, or the disk is full.
         TargetError: ``out`` must not be written.
+        RemoteError: the hub has no such model, does not give it, or cannot be reached.
 
     Example:
         >>> slice_checkpoint("elastic", "small", Submodel(widths={"hidden": 1920}))  # doctest: +SKIP
     """
-    check_target(out, source)
-    refuse_per_layer(source, own_widths_in(source))
-    checkpoint = Checkpoint.open(source)
+    sizes = [Size(out, submodel, name)]
+    return slice_sizes(source, sizes, drop=drop, max_shard_bytes=max_shard_bytes, threads=threads, progress=progress)[0]
+
+
+def slice_sizes(
+    source: Path | str,
+    sizes: Sequence[Size],
+    *,
+    drop: Sequence[str] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    threads: int | None = None,
+    progress: bool = True,
+) -> list[SliceReport]:
+    """Cut several nested models out in one pass, each into a folder of its own; the source is read once.
+
+    Started again after a kill, with the same source and sizes, it goes on where it was.
+
+    Args:
+        source: as in ``slice_checkpoint``, like the other arguments.
+        sizes: what to cut out, and where to.
+
+    Raises:
+        As ``slice_checkpoint`` does; before anything is written where any of the sizes is impossible.
+
+    Example:
+        >>> slice_sizes("elastic", [Size("s", Submodel(widths={"hidden": 1920})), Size("m", Submodel())])  # doctest: +SKIP
+    """
+    check_folders([size.out for size in sizes], source)
+    with open_source(source, scratch_path(sizes[0].out)) as opened:
+        plan = plan_sizes(opened, sizes, drop=drop)
+        return write_sizes(plan, max_shard_bytes=max_shard_bytes, threads=threads, progress=progress)
+
+
+def check_folders(folders: Sequence[Path | str], source: Path | str) -> None:
+    """Raise TargetError where a folder must not be written, or two are to be written into each other."""
+    sources = [] if is_hub_name(source) else [source]
+    targets = [check_target(folder, *sources) for folder in folders]
+    for number, target in enumerate(targets):
+        for other in targets[:number]:
+            if target.is_relative_to(other) or other.is_relative_to(target):
+                raise TargetError(f"{target} and {other} cannot both be written: give each size a folder of its own")
+
+
+def scratch_path(out: Path | str) -> Path:
+    """Where bytes from the hub wait to be cut, on the disk of the slice."""
+    target = Path(out).resolve()
+    return target.with_name(f".{target.name}.hub")
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """Everything that is known before the first byte is written.
+
+    Attributes:
+        opened: the source.
+        checkpoint: its tensors, without the dropped ones.
+        models: what to write.
+        reports: what will have been written.
+        dropped: names of tensors that are left out.
+        quantized: how the weights are quantized, for people; empty where they are not.
+    """
+
+    opened: OpenedSource
+    checkpoint: Checkpoint
+    models: tuple[NewModel, ...]
+    reports: tuple[SliceReport, ...]
+    dropped: tuple[str, ...]
+    quantized: str = ""
+
+    def units(self) -> list[Unit]:
+        """The work, if nothing of it is done yet."""
+        return plan_units([Output(Path(model.out), model.cuts, WeightFiles(model.cuts)) for model in self.models])
+
+
+def plan_sizes(opened: OpenedSource, sizes: Sequence[Size], *, drop: Sequence[str] = ()) -> SlicePlan:
+    """Plan several slices; only headers are read.
+
+    Raises:
+        As ``slice_sizes`` does.
+    """
+    refuse_per_layer(opened.folder, own_widths_in(opened.folder))
+    checkpoint = Checkpoint.open(opened.folder)
     layout = layout_of(checkpoint.config)
-    submodel.check(layout)
-    submodel = submodel.completed(layout)
-    cuts = plan_slice(layout, checkpoint, submodel)
-    nbytes = sum(cut.nbytes for cut in cuts)
-    elastic = ElasticConfig.load(source) if (checkpoint.folder / FILE_NAME).exists() else None
-    parent, named = (
-        parent_name(checkpoint, elastic),
-        name or (_known_as(submodel, elastic, layout) if elastic else None),
-    )
-    card = slice_card(
-        layout,
-        submodel,
-        title=Path(out).resolve().name,
-        parent=parent,
-        nbytes=nbytes,
-        licence=read_licence(checkpoint.folder),
-        named=named,
-        trained=elastic is not None and TRAINING in elastic.provenance,
-    )
-    config = family_of(checkpoint.config).child_config(checkpoint.config, submodel.widths, submodel.layers)
-    write_model(
-        out,
-        checkpoint,
-        cuts,
-        config,
-        card,
-        elastic=ElasticConfig.of_slice(layout, submodel, {"parent": parent, "submodel": named}),
-        label="slice",
+    checkpoint, dropped = drop_tensors(checkpoint, layout, drop)
+    quantized = read_quantized(layout, checkpoint)
+    layout = bound_layout(layout, quantized.parts)
+    identity = opened.identity or folder_identity(checkpoint)
+    known = ElasticConfig.load(checkpoint.folder) if (checkpoint.folder / FILE_NAME).exists() else None
+    parent = opened.parent or parent_name(checkpoint, known)
+    models, reports = [], []
+    for size in sizes:
+        size.submodel.check(layout)
+        submodel = size.submodel.completed(layout)
+        size = replace(size, submodel=submodel, name=size.name or _known_as(submodel, known, layout))
+        cuts = plan_slice(layout, checkpoint, submodel)
+        report = _report(size, layout, cuts, dropped)
+        config = family_of(checkpoint.config).child_config(checkpoint.config, submodel.widths, submodel.layers)
+        config, quantization = say_quantized(config, checkpoint, cuts)
+        trained = known is not None and TRAINING in known.provenance
+        card = _card(size, report, layout, checkpoint.folder, parent, trained, quantized.text)
+        elastic = ElasticConfig.of_slice(layout, submodel, {"parent": parent, "submodel": size.name})
+        work = f"slice {submodel.model_dump_json()} of {identity}"
+        models.append(NewModel(size.out, cuts, config, card, elastic, quantization, work))
+        reports.append(report)
+    return SlicePlan(opened, checkpoint, tuple(models), tuple(reports), dropped, quantized.text)
+
+
+def write_sizes(
+    plan: SlicePlan, *, max_shard_bytes: int = MAX_SHARD_BYTES, threads: int | None = None, progress: bool = True
+) -> list[SliceReport]:
+    """Write what is planned, in one pass over the source.
+
+    Raises:
+        As ``slice_sizes`` does.
+    """
+    fetch = plan.opened.fetch
+    write_models(
+        plan.checkpoint,
+        plan.models,
+        label="fetch" if fetch else "slice",
         max_shard_bytes=max_shard_bytes,
         progress=progress,
+        threads=threads or (HUB_THREADS if fetch else 1),
+        source=fetch,
     )
+    return list(plan.reports)
+
+
+def _card(
+    size: Size, report: SliceReport, layout: Layout, folder: Path, parent: str, trained: bool, quantized: str
+) -> str:
+    return slice_card(
+        layout,
+        size.submodel,
+        title=Path(size.out).resolve().name,
+        parent=parent,
+        nbytes=report.nbytes,
+        licence=read_licence(folder),
+        named=size.name,
+        trained=trained,
+        dropped=report.dropped,
+        quantized=quantized,
+    )
+
+
+def _report(size: Size, layout: Layout, cuts: Sequence[TensorCut], dropped: tuple[str, ...]) -> SliceReport:
+    submodel = size.submodel
     return SliceReport(
-        folder=Path(out),
+        folder=Path(size.out),
         submodel=submodel,
         params=cost.params(layout, submodel.keyed_widths, submodel.layers),
         active_params=cost.active_params(layout, submodel.keyed_widths, submodel.layers),
-        nbytes=nbytes,
+        nbytes=sum(cut.nbytes for cut in cuts),
         tensors=len(cuts),
+        dropped=dropped,
     )
 
 
@@ -128,7 +280,7 @@ def plan_slice(layout: Layout, checkpoint: Checkpoint, submodel: Submodel) -> li
     keyed, layer_number = submodel.keyed_widths, submodel.new_numbers(layout)
     members_in = {layer: layout.members(widths_of(keyed, layer)) for layer in (None, *layer_number)}
     cuts = []
-    for name, found in locate(layout, checkpoint).items():
+    for name, found in locate(layout, checkpoint, quantized=ANY).items():
         if found.unit.layer is not None and found.unit.layer not in layer_number:
             continue
         layer = None if found.unit.layer is None else layer_number[found.unit.layer]
@@ -142,5 +294,6 @@ def plan_slice(layout: Layout, checkpoint: Checkpoint, submodel: Submodel) -> li
     return cuts
 
 
-def _known_as(submodel: Submodel, elastic: ElasticConfig, layout: Layout) -> str | None:
-    return next((name for name, known in elastic.submodels.items() if known.completed(layout) == submodel), None)
+def _known_as(submodel: Submodel, elastic: ElasticConfig | None, layout: Layout) -> str | None:
+    listed = elastic.submodels if elastic else {}
+    return next((name for name, known in listed.items() if known.completed(layout) == submodel), None)

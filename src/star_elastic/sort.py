@@ -26,9 +26,12 @@ from star_elastic.orders import (
     read_depth_order,
     read_orders,
 )
-from star_elastic.rewrite import TRAINING, locate, parent_name, write_model
+from star_elastic.quant import read_quantized
+from star_elastic.rewrite import TRAINING, NewModel, locate, parent_name, say_quantized, write_models
 from star_elastic.submodel import FULL, ElasticConfig, Submodel, open_elastic
 from star_elastic.version import VERSION
+
+SORTABLE = frozenset({"fp8"})  # one scale for a whole matrix, whatever the order; blocks of NVFP4 would be torn apart
 
 
 def sort_parent(
@@ -68,7 +71,9 @@ def sort_parent(
     orders = read_orders(path, layout, weights_sample_sha256(Checkpoint.open(parent)))
     layers = read_depth_order(path, layout)
     facts = {"scores_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    return sort_folder(parent, out, orders, layers=layers, facts=facts, max_shard_bytes=max_shard_bytes, progress=progress)
+    return sort_folder(
+        parent, out, orders, layers=layers, facts=facts, max_shard_bytes=max_shard_bytes, progress=progress
+    )
 
 
 def sort_folder(
@@ -122,18 +127,11 @@ def sort_folder(
         }
     )
     title, licence = Path(out).resolve().name, read_licence(checkpoint.folder)
-    card = sorted_card(title=title, parent=name, axes=elastic.sorted_axes, licence=licence)
-    write_model(
-        out,
-        checkpoint,
-        cuts,
-        family_of(config).child_config(config, {}, None),
-        card,
-        elastic=elastic,
-        label="sort",
-        max_shard_bytes=max_shard_bytes,
-        progress=progress,
-    )
+    quantized = read_quantized(layout, checkpoint).text
+    card = sorted_card(title=title, parent=name, axes=elastic.sorted_axes, licence=licence, quantized=quantized)
+    config, quantization = say_quantized(family_of(config).child_config(config, {}, None), checkpoint, cuts)
+    model = NewModel(out, cuts, config, card, elastic, quantization)
+    write_models(checkpoint, [model], label="sort", max_shard_bytes=max_shard_bytes, progress=progress)
     return elastic
 
 
@@ -144,7 +142,7 @@ def plan_sort(layout: Layout, checkpoint: Checkpoint, orders: Orders) -> list[Te
         CheckpointError: the folder's tensors are not those of the table.
     """
     cuts = []
-    for name, found in locate(layout, checkpoint).items():
+    for name, found in locate(layout, checkpoint, quantized=SORTABLE).items():
         members = members_for(found, layout, orders)
         member, by_member = found.member, {}
         if member is not None and found.member_axis in members:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from star_elastic.checkpoint import Checkpoint
 from star_elastic.errors import CheckpointError
 from star_elastic.layout import Layout, Row, Unit
+from star_elastic.quant.formats import format_of, sibling
+from star_elastic.quant.numbers import DEQUANTIZE
 from star_elastic.skeleton import compare_shapes
 from star_elastic.submodel import Submodel
 from star_elastic.swap import Slot
@@ -31,20 +33,26 @@ class StreamedModel:
         layout: its table.
         device: where units go.
         dtype: of the weights; ``auto`` is what config.json says, or else the dtype of the first tensor, as transformers does.
+        **kwargs: passed on to transformers' ``from_config``.
 
     Attributes:
         model: the transformers model; units that are not loaded lie on the meta device.
         dtype: of the weights, except those that are always fp32.
     """
 
-    def __init__(self, checkpoint: Checkpoint, layout: Layout, *, device: torch.device, dtype: torch.dtype | str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, layout: Layout, *, device: torch.device, dtype: torch.dtype | str, **kwargs: Any
+    ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.initialization import no_init_weights
 
         config = AutoConfig.from_pretrained(str(checkpoint.folder), local_files_only=True, trust_remote_code=False)
+        vars(config).pop("quantization_config", None)  # matrices are turned into ordinary numbers as they are read
         self.dtype = dtype if isinstance(dtype, torch.dtype) else stored_dtype(config, checkpoint)
         with torch.device("meta"), no_init_weights():
-            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=self.dtype, trust_remote_code=False).eval()
+            self.model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=self.dtype, trust_remote_code=False, **kwargs
+            ).eval()
         compare_shapes(self.model, layout, Submodel())
         compute_buffers(self.model, device)
         self._checkpoint, self._layout, self._device = checkpoint, layout, device
@@ -66,6 +74,19 @@ class StreamedModel:
         finally:
             for (slot, _), tensor in zip(slots, empty, strict=True):
                 slot.set(tensor)
+
+    def fill(self) -> Any:
+        """The model with all units in memory, to stay.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        for unit in self._layout.units:
+            for row in unit.rows:
+                slot = Slot.of(self.model.get_submodule(unit.module), row.name)
+                slot.set(self._read(unit, row, slot.get()))
+        self.model.tie_weights()
+        return self.model.requires_grad_(True)
 
     def _read(self, unit: Unit, row: Row, like: Tensor) -> Tensor:
         dtype = torch.float32 if row.fp32 else self.dtype
@@ -113,6 +134,15 @@ def read_row(checkpoint: Checkpoint, unit: Unit, row: Row, dtype: torch.dtype) -
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor by name, or the numbers of a matrix that is stored quantized."""
+    form = format_of(checkpoint.tensors[name].dtype)
+    if form is None:
+        return _stored(checkpoint, name)
+    parts = [_stored(checkpoint, sibling(name, part.suffix)) for part in form.parts if part.needed]
+    return DEQUANTIZE[form.name](*parts)
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
     info = checkpoint.tensors[name]
     try:
         with safe_open(info.path, framework="pt") as file:

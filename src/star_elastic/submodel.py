@@ -352,6 +352,8 @@ def open_elastic(
         UnknownNameError: unknown family or preset.
         WidthError: a given submodel cannot be cut.
     """
+    from star_elastic.quant import layout_in_folder  # it reads checkpoints, which read this module's files
+
     config = read_config(folder)
     layout = layout_of(config)
     own_widths = own_widths_in(folder)
@@ -359,6 +361,7 @@ def open_elastic(
         refuse_per_layer(folder, own_widths)
     if own_widths:
         layout = checked_table(folder, layout, own_widths)
+    layout = layout_in_folder(Path(folder), layout)
     if preset is not None:
         chosen = get_preset(preset)
         if chosen.layout.fingerprint != layout.fingerprint:

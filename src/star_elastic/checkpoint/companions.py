@@ -6,7 +6,8 @@ A list of what is taken, not of what is left: unknown files of a parent may be l
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 
 PATTERNS = (
     "tokenizer.json",
@@ -30,6 +31,14 @@ PATTERNS = (
     "COPYING*",
 )
 NEVER = frozenset({".py", ".bin", ".pt", ".pth", ".pkl", ".safetensors"})
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of this relative name is taken along."""
+    parts = name.split("/")
+    return PurePosixPath(name).suffix not in NEVER and any(
+        len(parts) == len(pattern.split("/")) and fnmatchcase(name, pattern) for pattern in PATTERNS
+    )
 
 
 def copy_companions(source: Path, target: Path, *, code_files: bool = False) -> list[str]:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from star_elastic.checkpoint.ranges import ByteRange, rows_read
 from star_elastic.checkpoint.reader import TensorInfo
 from star_elastic.checkpoint.take import Index, take_blocks
 from star_elastic.layout import Dim, Members
@@ -58,6 +59,13 @@ class TensorCut:
     def index(self) -> tuple[Index, ...]:
         """Positions to take along each dimension."""
         return tuple(positions(dim, self.members) for dim in self.dims)
+
+    def ranges(self, gap: int = 0) -> list[ByteRange]:
+        """Byte ranges of the source's file that the cut reads; see ``ranges.rows_read``."""
+        if self.by_member:
+            return [(self.info.offset, self.info.offset + self.info.nbytes)]
+        rows = rows_read(self.info.shape, self.index(), self.itemsize, gap)
+        return [(self.info.offset + start, self.info.offset + stop) for start, stop in rows]
 
     def blocks(self) -> Iterator[memoryview]:
         """The bytes of the cut tensor, as ``take.take_blocks`` yields them."""

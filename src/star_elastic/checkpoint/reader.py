@@ -91,9 +91,6 @@ class Checkpoint:
         """
         folder = Path(folder)
         config = read_config(folder)
-        if quantized := config.get("quantization_config"):
-            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-            raise CheckpointError(f"{folder} is quantized ({method}): only unquantized weights can be read today")
         single, index = folder / SINGLE, folder / INDEX
         if single.exists() and index.exists():
             raise CheckpointError(f"{folder} holds both {SINGLE} and {INDEX}: remove the one that is stale")

@@ -29,20 +29,20 @@ def take_blocks(array: np.ndarray, index: Sequence[Index], block_bytes: int = BL
     Yields:
         Views of at most ``block_bytes``. The next block reuses the memory: write each before asking for the next.
     """
-    cut = [_positions(kept, size) for kept, size in zip(index, array.shape, strict=True)]
+    cut = [kept_positions(kept, size) for kept, size in zip(index, array.shape, strict=True)]
     if array.size == 0 or any(kept is not None and len(kept) == 0 for kept in cut):
         return
     if not cut or cut[-1] is None:
         # Trailing whole dimensions make one contiguous row.
         lead = next((d + 1 for d in reversed(range(len(cut))) if cut[d] is not None), 0)
-        rows = _Rows(array.shape[:lead], cut[:lead])
+        rows = Rows(array.shape[:lead], cut[:lead])
         yield from _whole_rows(array.reshape(rows.source_count, -1), rows, block_bytes)
     else:
-        rows = _Rows(array.shape[:-1], cut[:-1])
+        rows = Rows(array.shape[:-1], cut[:-1])
         yield from _cut_rows(array.reshape(rows.source_count, -1), rows, cut[-1], block_bytes)
 
 
-def _positions(kept: Index, size: int) -> np.ndarray | None:
+def kept_positions(kept: Index, size: int) -> np.ndarray | None:
     """Positions as an array; None where they are all of a dimension in order."""
     if kept is None:
         return None
@@ -54,7 +54,7 @@ def _contiguous(positions: np.ndarray) -> bool:
     return len(positions) < 2 or bool((positions[1:] - positions[:-1] == 1).all())
 
 
-class _Rows:
+class Rows:
     """Source row number of each output row, where rows are counted over several leading dimensions."""
 
     def __init__(self, shape: Sequence[int], index: Sequence[np.ndarray | None]) -> None:
@@ -77,7 +77,7 @@ class _Rows:
         return slice(int(numbers[0]), int(numbers[-1]) + 1) if _contiguous(numbers) else numbers
 
 
-def _whole_rows(matrix: np.ndarray, rows: _Rows, block_bytes: int) -> Iterator[memoryview]:
+def _whole_rows(matrix: np.ndarray, rows: Rows, block_bytes: int) -> Iterator[memoryview]:
     """Rows in full: contiguous ones are handed on as they lie in the file, others gathered."""
     row_bytes = matrix.shape[1] * matrix.itemsize
     per_block = max(1, block_bytes // row_bytes)
@@ -91,7 +91,7 @@ def _whole_rows(matrix: np.ndarray, rows: _Rows, block_bytes: int) -> Iterator[m
             yield _bytes(_gather_rows(matrix, source, buffer))
 
 
-def _cut_rows(matrix: np.ndarray, rows: _Rows, kept: np.ndarray, block_bytes: int) -> Iterator[memoryview]:
+def _cut_rows(matrix: np.ndarray, rows: Rows, kept: np.ndarray, block_bytes: int) -> Iterator[memoryview]:
     """Some columns of some rows. A row longer than a block goes through in pieces."""
     columns = _Columns(kept, max(1, block_bytes // matrix.itemsize), matrix.itemsize)
     per_block = max(1, block_bytes // (max(len(kept), matrix.shape[1]) * matrix.itemsize))

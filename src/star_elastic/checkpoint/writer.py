@@ -1,4 +1,4 @@
-"""Writing safetensors as a stream: sizes are known beforehand, so the header goes first and tensors follow block by block.
+"""Writing safetensors as a stream: sizes are known beforehand, so headers go first and each tensor to its place, in any order.
 
 The library's own writer wants every tensor of a file in memory at once.
 """
@@ -6,7 +6,9 @@ The library's own writer wants every tensor of a file in memory at once.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -59,7 +61,7 @@ def write_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     advance: Advance = lambda written: None,
 ) -> int:
-    """Write ``model.safetensors``, or numbered shards and at last their index, into an existing folder.
+    """Write ``model.safetensors``, or numbered shards and their index, into an existing folder.
 
     Args:
         folder: where to.
@@ -70,19 +72,97 @@ def write_weights(
     Returns:
         Bytes of all tensors.
     """
-    shards = split_shards(tensors, max_shard_bytes)
-    if len(shards) == 1:
-        write_file(folder / SINGLE, shards[0], advance)
-    else:
-        weight_map: dict[str, str] = {}
+    files = WeightFiles(tensors, max_shard_bytes)
+    files.begin(folder)
+    for tensor in tensors:
+        files.write(folder, tensor, advance)
+    files.finish(folder)
+    return files.nbytes
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One safetensors file: its name, its first bytes and its length."""
+
+    name: str
+    header: bytes
+    size: int
+
+    def is_begun(self, folder: Path) -> bool:
+        """Whether the file is there with this header and this length, whatever its tensors hold."""
+        path = folder / self.name
+        if not path.is_file() or path.stat().st_size != self.size:
+            return False
+        with path.open("rb") as file:
+            return file.read(len(self.header)) == self.header
+
+
+class WeightFiles:
+    """The weight files of a folder, laid out before the first byte is written.
+
+    Attributes:
+        files: the safetensors files, in order.
+        nbytes: bytes of all tensors.
+        index: content of the index file; None where one file holds everything.
+    """
+
+    def __init__(self, tensors: Sequence[Planned], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        shards = split_shards(tensors, max_shard_bytes)
+        self.files: list[PlannedFile] = []
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._places: dict[str, tuple[str, int]] = {}
         for number, shard in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            write_file(folder / name, shard, advance)
-            weight_map |= {tensor.name: name for tensor in shard}
-        total = sum(tensor.nbytes for tensor in tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return sum(tensor.nbytes for tensor in tensors)
+            name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            self._lay_out(name, shard)
+        weight_map = {tensor: file for tensor, (file, _) in sorted(self._places.items())}
+        index = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
+        self.index = None if len(shards) == 1 else json.dumps(index, indent=2) + "\n"
+
+    def _lay_out(self, name: str, tensors: Sequence[Planned]) -> None:
+        # Wide numbers first, as the format asks: after an odd count of 2-byte numbers a 4-byte tensor would lie unaligned.
+        ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)
+        header = header_bytes(ordered)
+        offset = len(header)
+        for tensor in ordered:
+            self._places[tensor.name] = (name, offset)
+            offset += tensor.nbytes
+        self.files.append(PlannedFile(name, header, offset))
+
+    def are_begun(self, folder: Path) -> bool:
+        """Whether ``begin`` was called on this folder, by us or by an earlier process with the same plan."""
+        return all(file.is_begun(folder) for file in self.files)
+
+    def begin(self, folder: Path) -> None:
+        """Write all headers, and give each file its length."""
+        for file in self.files:
+            with (folder / file.name).open("wb") as opened:
+                opened.write(file.header)
+                opened.truncate(file.size)
+
+    def finish(self, folder: Path) -> None:
+        """Write the index, at last."""
+        if self.index is not None:
+            (folder / INDEX).write_text(self.index, encoding="utf-8")
+
+    def write(self, folder: Path, tensor: Planned, advance: Advance = lambda written: None) -> None:
+        """Write one tensor to its place; several threads may write different tensors."""
+        name, start = self._places[tensor.name]
+        with (folder / name).open("r+b", buffering=0) as file:
+            offset = told = start
+            for block in tensor.blocks():
+                write_at(file.fileno(), block, offset)
+                offset += len(block)
+                if offset - told > ADVANCE_BYTES:
+                    advance(offset - told)
+                    told = offset
+        assert offset - start == tensor.nbytes, f"{tensor.name}: {offset - start} bytes for a shape of {tensor.nbytes}"
+        advance(offset - told)
+
+
+def write_at(file: int, block: memoryview | bytes, offset: int) -> None:
+    """Write all of ``block`` at ``offset``: the system may take less at a time."""
+    while written := os.pwrite(file, block, offset) if len(block) else 0:
+        block, offset = block[written:], offset + written
 
 
 def split_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[Planned]]:
@@ -96,24 +176,6 @@ def split_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[
         shards[-1].append(tensor)
         size += tensor.nbytes
     return shards
-
-
-def write_file(path: Path, tensors: Sequence[Planned], advance: Advance) -> None:
-    """Write one safetensors file: header length, header, bytes."""
-    # Wide numbers first, as the format asks: after an odd count of 2-byte numbers a 4-byte tensor would lie unaligned.
-    ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)
-    with path.open("wb") as file:
-        file.write(header_bytes(ordered))
-        for tensor in ordered:
-            written = told = 0
-            for block in tensor.blocks():
-                file.write(block)
-                written += len(block)
-                if written - told > ADVANCE_BYTES:
-                    advance(written - told)
-                    told = written
-            assert written == tensor.nbytes, f"{tensor.name}: {written} bytes for a shape of {tensor.nbytes}"
-            advance(written - told)
 
 
 def header_bytes(tensors: Sequence[Planned]) -> bytes:

@@ -15,7 +15,7 @@ from star_elastic.axes import Axis, Rule
 from star_elastic.errors import CheckpointError
 from star_elastic.families import parts
 from star_elastic.families.base import ITEMSIZE, Config, Family, Table, at_most, divides, positive
-from star_elastic.families.parts import FP8_ONLY, QUANTIZED
+from star_elastic.families.parts import QUANTIZED, SPARED
 from star_elastic.layout import Layout, Norm, Router, Row, State, Tap, Unit
 
 MAMBA, ATTENTION, MOE, MLP = "linear_attention", "full_attention", "moe", "mlp"
@@ -188,15 +188,15 @@ def layer_unit(table: Table, config: Config, number: int) -> Unit:
     states: list[State] = []
     router = None
     if kind == MAMBA:
-        # NVFP4 spares the Mamba layers that neighbour attention, as the published checkpoints do.
+        # Both formats spare attention and the Mamba layers that neighbour it, as the published checkpoints do.
         beside_attention = ATTENTION in kinds[max(0, number - 1) : number + 2]
-        formats = FP8_ONLY if beside_attention else QUANTIZED
+        formats = SPARED if beside_attention else QUANTIZED
         biases = {"bias": config["use_bias"], "conv_bias": config["use_conv_bias"]}
         rows = parts.mamba_rows(table, "mixer", config["n_groups"], formats, **biases)
         taps += parts.mamba_taps("mixer")
         states = parts.mamba_states(table, ITEMSIZE.get(config["mamba_ssm_cache_dtype"], 4))
     elif kind == ATTENTION:
-        rows = parts.attention_rows(table, "mixer", FP8_ONLY)
+        rows = parts.attention_rows(table, "mixer", SPARED)
         taps += parts.attention_taps("mixer")
         states = [parts.kv_state(table)]
     elif kind == MOE:

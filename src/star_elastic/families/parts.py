@@ -10,7 +10,7 @@ from star_elastic.families.base import Config, Table, aligned, divides, positive
 from star_elastic.layout import Layout, Norm, Row, State, Tap, Unit
 
 QUANTIZED = frozenset({"fp8", "nvfp4"})
-FP8_ONLY = frozenset({"fp8"})
+SPARED: frozenset[str] = frozenset()
 
 MATRIX_ROWS = ("hidden", "ffn", "expert_ffn", "shared_ffn", "mamba_head_dim")
 """Axes that form the rows of matrices, whose widths are bound to whole 16-byte units."""

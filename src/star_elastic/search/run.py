@@ -87,7 +87,7 @@ def search_parent(
         'star-elastic slice sorted sorted-cut --width hidden=1920 --width expert_ffn=960'
     """
     config, layout, elastic = open_elastic(parent)
-    budget = replace(budget, dtype=stored_format(config))
+    budget = replace(budget, dtype=stored_format(config, layout))
     chosen, notes = choose_axes(layout, elastic, budget, axes)
     checkpoint = Checkpoint.open(parent)
     locate(layout, checkpoint)

@@ -1,0 +1,339 @@
+"""Several sizes in one pass: each as if cut alone, the source read once, all of it checked before anything is written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, namedtuple
+from pathlib import Path
+
+import pytest
+from tiny import tiny_folder
+
+from star_elastic.checkpoint import TensorInfo, onepass, target
+from star_elastic.checkpoint.onepass import in_order
+from star_elastic.checkpoint.ranges import length, merged, rows_read, without
+from star_elastic.cli import main
+from star_elastic.errors import CheckpointError, ElasticError, TargetError, WidthError
+from star_elastic.slice import Size, slice_checkpoint, slice_sizes
+from star_elastic.submodel import ElasticConfig, Submodel
+
+SRC = Path(__file__).parents[1] / "src"
+SIZES = {
+    "a": Submodel(widths={"hidden": 48, "experts": 4, "expert_ffn": 16}),
+    "b": Submodel(widths={"hidden": 32, "mamba_heads": 4}),
+    "c": Submodel(layers=(0, 1, 2)),
+}
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_folder(tmp_path_factory.mktemp("multi") / "parent", sharded=True)
+    ElasticConfig(family="nemotron_h", submodels=SIZES).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, parent: Path) -> Path:
+    folder = tmp_path_factory.mktemp("multi_alone")
+    for name, submodel in SIZES.items():
+        slice_checkpoint(parent, folder / name, submodel, name=name, max_shard_bytes=60_000)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def sizes(out: Path) -> list[Size]:
+    return [Size(out / name, submodel, name) for name, submodel in SIZES.items()]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("unit_bytes", [1, 2**24])
+def test_each_as_if_alone(
+    parent: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, unit_bytes: int
+) -> None:
+    monkeypatch.setattr(onepass, "UNIT_BYTES", unit_bytes)
+    reports = slice_sizes(parent, sizes(tmp_path / "out"), max_shard_bytes=60_000, threads=threads)
+    assert contents(tmp_path / "out") == contents(alone)
+    assert [report.submodel.widths["hidden"] for report in reports] == [48, 32, 64]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "b", "c"]
+
+
+def test_the_source_is_read_in_order(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[TensorInfo] = []
+    original = TensorInfo.array
+
+    def array(self: TensorInfo):  # type: ignore[no-untyped-def]
+        opened.append(self)
+        return original(self)
+
+    monkeypatch.setattr(TensorInfo, "array", array)
+    slice_sizes(parent, sizes(tmp_path / "out"))
+    places = [(str(info.path), info.offset) for info in opened]
+    assert places == sorted(places) and max(Counter(places).values()) == 3
+
+
+def test_on_the_command_line(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["slice", str(parent), str(out), "--to", "a", "--to", "b", "--threads", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "a:\n" in said and f"wrote {out / 'b'}: " in said
+    assert sorted(path.name for path in out.iterdir()) == ["a", "b"]
+    for name in ("a", "b"):
+        slice_checkpoint(parent, tmp_path / name, SIZES[name], name=name)
+        assert contents(tmp_path / name) == contents(out / name)
+    # One name keeps its meaning: the folder itself.
+    assert main(["slice", str(parent), str(tmp_path / "one"), "--to", "a"]) == 0
+    assert (tmp_path / "one" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--to", "a", "--to", "a"], "--to a is given twice"),
+        (["--to", "a", "--to", "d"], "no submodel 'd'"),
+        (["--to", "a", "--to", ".."], "--to '..' cannot name a folder"),
+        (["--to", "a", "--to", "b", "--width", "hidden=32"], "--to and --width/--layers exclude each other"),
+    ],
+)
+def test_refused_on_the_command_line(
+    parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(["slice", str(parent), str(tmp_path / "out"), *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_all_is_checked_before_anything_is_written(parent: Path, tmp_path: Path) -> None:
+    good = Size(tmp_path / "good", SIZES["a"])
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    cases: list[tuple[Size, type[ElasticError]]] = [
+        (Size(tmp_path / "bad", Submodel(widths={"hidden": 1000})), WidthError),
+        (Size(tmp_path / "full", SIZES["b"]), TargetError),
+        (Size(tmp_path / "good", SIZES["b"]), TargetError),
+        (Size(tmp_path / "good" / "inside", SIZES["b"]), TargetError),
+        (Size(parent / "inside", SIZES["b"]), TargetError),
+    ]
+    for bad, error in cases:
+        for pair in ([good, bad], [bad, good]):
+            with pytest.raises(error):
+                slice_sizes(parent, pair)
+            assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+# --- the disk -----------------------------------------------------------------------------------------------------
+
+
+def test_the_sizes_together_must_fit(
+    parent: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    largest = max(sum(map(len, contents(alone / name).values())) for name in SIZES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, largest))
+    with pytest.raises(CheckpointError, match=r"not enough space for .*a and .*b and .*c: needs "):
+        slice_sizes(parent, sizes(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    slice_sizes(parent, sizes(tmp_path)[:1])
+
+
+def test_each_disk_for_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two disks of 100 bytes each, one of them told by its path."""
+    usage, stat = namedtuple("usage", "total used free"), namedtuple("stat", "st_dev st_mode")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    original = Path.stat
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 100))
+
+    def device(self: Path, **options: bool) -> object:
+        found = original(self, **options)
+        return stat(1 if self.name == "one" else 2, found.st_mode)
+
+    monkeypatch.setattr(Path, "stat", device)
+    target.check_space({tmp_path / "one" / "a": 60, tmp_path / "two" / "b": 60})
+    with pytest.raises(CheckpointError, match=r"needs 120 B, 100 B are free"):
+        target.check_space({tmp_path / "one" / "a": 60, tmp_path / "one" / "b": 60})
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
+def test_targets_on_two_file_systems(parent: Path, alone: Path, tmp_path: Path) -> None:
+    other = Path("/dev/shm") / f"star-elastic-{os.getpid()}"
+    try:
+        slice_sizes(
+            parent, [Size(tmp_path / "a", SIZES["a"], "a"), Size(other / "b", SIZES["b"], "b")], max_shard_bytes=60_000
+        )
+        assert contents(tmp_path / "a") == contents(alone / "a") and contents(other / "b") == contents(alone / "b")
+    finally:
+        shutil.rmtree(other, ignore_errors=True)
+
+
+def test_what_is_finished_is_on_the_disk(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is synced under its temporary name, then the folder; after the rename, the folder that holds the name."""
+    synced: list[tuple[str, bool]] = []
+    original, out = os.fsync, tmp_path / "out"
+
+    def fsync(descriptor: int) -> None:
+        synced.append((str(Path(f"/proc/self/fd/{descriptor}").readlink()), out.exists()))
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    slice_checkpoint(parent, out, SIZES["a"])
+    partial = tmp_path / ".out.partial"
+    assert {(str(partial / path.name), False) for path in out.iterdir()} | {(str(partial), False)} <= set(synced)
+    assert synced[-1] == (str(tmp_path), True)
+
+
+# --- going on -----------------------------------------------------------------------------------------------------
+
+SLOW = """
+import sys, time
+from star_elastic import cli
+from star_elastic.checkpoint import TensorCut, onepass
+
+onepass.UNIT_BYTES, onepass.SYNC_SECONDS = 1, 0.0
+original, count = TensorCut.blocks, 0
+
+def blocks(self):
+    global count
+    count += 1
+    if count == 60:
+        print("writing", flush=True)
+        time.sleep(60)
+    return original(self)
+
+TensorCut.blocks = blocks
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def kill_in_mid_write(words: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, *words],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert any(line == "writing\n" for line in process.stdout)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+
+
+def written_again(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run the same command here; return the names of the tensors that are written."""
+    from star_elastic.checkpoint import TensorCut
+
+    written: list[str] = []
+    original = TensorCut.blocks
+
+    def blocks(self: TensorCut):  # type: ignore[no-untyped-def]
+        written.append(self.name)
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorCut, "blocks", blocks)
+        deadline = time.monotonic() + 5
+        while main(words) != 0:  # the kernel drops the lock of a killed process a moment later
+            assert time.monotonic() < deadline
+    return written
+
+
+def test_after_a_kill_the_same_command_goes_on(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["slice", str(parent), str(out), "--to", "a", "--to", "b"]
+    slice_sizes(parent, [Size(tmp_path / "wanted" / name, SIZES[name], name) for name in ("a", "b")])
+    total = sum(len(json.loads(_header(path))) - 1 for path in (tmp_path / "wanted").rglob("*.safetensors"))
+    kill_in_mid_write(words)
+    assert {".a.partial", ".a.resume", ".b.partial", ".b.resume"} == {path.name for path in out.iterdir()}
+    (out / ".a.partial" / "stale").touch()
+    # 59 were written; the last of them may belong to a tensor that the other size had not got yet.
+    assert total - 59 <= len(written_again(words, monkeypatch)) <= total - 58
+    assert contents(out) == contents(tmp_path / "wanted")
+
+
+def _header(path: Path) -> bytes:
+    content = path.read_bytes()
+    return content[8 : 8 + int.from_bytes(content[:8], "little")]
+
+
+@pytest.mark.parametrize("change", ["size", "source", "file gone", "header"])
+def test_after_a_kill_other_work_starts_over(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    source, out = Path(shutil.copytree(parent, tmp_path / "source")), tmp_path / "out"
+    words = ["slice", str(source), str(out), "--width", "hidden=48"]
+    kill_in_mid_write(words)
+    assert (tmp_path / ".out.resume").exists()
+    weights = tmp_path / ".out.partial" / "model.safetensors"
+    if change == "size":
+        words[-1] = "hidden=40"
+    elif change == "source":
+        path = next(source.glob("*.safetensors"))
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    elif change == "file gone":
+        weights.unlink()
+    else:
+        weights.write_bytes(b"garbage")
+    written = written_again(words, monkeypatch)
+    slice_checkpoint(source, tmp_path / "wanted" / "out", Submodel(widths={"hidden": int(words[-1][-2:])}))
+    assert contents(out) == contents(tmp_path / "wanted" / "out")
+    assert len(written) == len(json.loads(_header(out / "model.safetensors"))) - 1
+    assert not (tmp_path / ".out.resume").exists()
+
+
+# --- small pieces -------------------------------------------------------------------------------------------------
+
+
+def test_rows_read_against_touching_every_byte() -> None:
+    """By a mask of the bytes that indexing really touches, widened to whole rows of the last dimension."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        shape = tuple(int(n) for n in rng.integers(1, 7, size=rng.integers(1, 4)))
+        index = [None if rng.random() < 0.4 else rng.permutation(n)[: rng.integers(0, n + 1)].tolist() for n in shape]
+        touched = np.zeros(shape, bool)
+        positions = [np.array(range(n) if kept is None else kept, int) for kept, n in zip(index, shape, strict=True)]
+        touched[np.ix_(*positions)] = True
+        if len(shape) > 1:
+            touched |= touched.any(axis=-1, keepdims=True)
+        covered = np.zeros(touched.size * 2, bool)
+        found = rows_read(shape, index, itemsize=2)
+        for start, stop in found:
+            covered[start:stop] = True
+        assert (covered == np.repeat(touched.reshape(-1), 2)).all(), (shape, index)
+        assert found == merged(found)
+        bridged = rows_read(shape, index, itemsize=2, gap=8)
+        assert not without(found, bridged)
+        assert all(b[0] - a[1] > 8 for a, b in itertools.pairwise(bridged))
+        assert length(bridged) >= length(found)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_in_order(threads: int) -> None:
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        time.sleep(0.002 * (number % 3))
+        if number == 20:
+            raise ValueError("stop")
+        done.append(number)
+
+    finished, cancelled = [], []
+    with pytest.raises(ValueError, match="stop"):
+        for number in in_order(work, range(100), threads, cancel=lambda: cancelled.append(True)):
+            finished.append(number)
+    assert finished == list(range(20)) and max(done) < 20 + 2 * threads
+    assert cancelled == [True] * (threads > 1)
