@@ -25,7 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from star_elastic.layout import Dim, Factor, Located, Members, Segment, Widths
+from star_elastic.axes import AxisWidths
+from star_elastic.layout import Dim, Factor, Located, Members, Segment
 
 BLOCK = 16
 PER_BYTE = 2
@@ -46,7 +47,7 @@ class Packed(Dim):
         """Number of items in the parent."""
         return sum(segment.size for segment in self.segments) // self.per
 
-    def width(self, widths: Widths) -> int:
+    def width(self, widths: AxisWidths) -> int:
         """Number of items at ``widths``."""
         return int(super().width(widths)) // self.per
 
