@@ -89,7 +89,7 @@ def test_two_processes_equal_one_over_ten_steps(recipe, alone, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [("shard=none",), ("shard=hybrid", "shard_group=1"), ("activation_checkpointing=true", "ema=0.5")]
+    "options", [("shard=off",), ("shard=hybrid", "shard_group=1"), ("activation_checkpointing=true", "ema=0.5")]
 )
 def test_ways_to_share_give_the_same_numbers(recipe, parent, tmp_path, options):
     own = [word for word in options if not word.startswith("shard")]
