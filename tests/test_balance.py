@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from processes import run
+from safetensors.torch import load_file, save_file
 from tiny import tiny_folder, tiny_llama, tiny_model, tiny_qwen3_moe
 
 from star_elastic.demo.tokenizer import write_tokenizer
@@ -13,6 +14,7 @@ from star_elastic.errors import RecipeError
 from star_elastic.submodel import Submodel
 from star_elastic.train import models, train_family
 from star_elastic.train.balance import ExpertBalance
+from star_elastic.train.ranks import Ranks, joined
 from star_elastic.train.recipe import Recipe
 from star_elastic.train.state import RunFolder
 
@@ -259,3 +261,28 @@ def test_learned_widths_are_balanced_too(recipe, tmp_path):
     train_family(recipe, [*changes, "router.axes={experts: [0.5, 1.0]}", "router.tolerance=0.3"], progress=False)
     before = stored_biases(recipe.parent)
     assert all((bias - before[name]).any() for name, bias in stored_biases(tmp_path / "out").items())
+
+
+def balanced_together(tokens, out):
+    """Each process counts its half of the rows; the main one stores the biases."""
+    model = ElasticModel(tiny_model(pattern="ME*E").train())
+    balance, ranks = ExpertBalance(model, STEP), Ranks.here()
+    with torch.no_grad(), balance.counting():
+        model(tokens.chunk(ranks.size)[ranks.rank])
+    balance.update()
+    ranks.same("biases", biases(model).values())
+    if ranks.is_main:
+        save_file(biases(model), out)
+
+
+def test_processes_count_together(tmp_path):
+    tokens = ids(rows=4)
+    balanced_together(tokens, tmp_path / "one.safetensors")
+    run(tmp_path / "said", 2, joined_call, tokens, tmp_path / "two.safetensors")
+    one, two = load_file(tmp_path / "one.safetensors"), load_file(tmp_path / "two.safetensors")
+    assert all(torch.equal(bias, two[name]) for name, bias in one.items())
+
+
+def joined_call(tokens, out):
+    with joined():
+        balanced_together(tokens, out)

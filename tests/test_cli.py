@@ -17,7 +17,7 @@ from star_elastic.errors import DataError
 from star_elastic.submodel import ElasticConfig, Submodel
 from star_elastic.version import VERSION
 
-VERBS = ["inspect", "score", "sort", "train", "slice", "search", "profile", "generate", "demo"]
+VERBS = ["inspect", "score", "sort", "train", "cache-teacher", "slice", "search", "profile", "generate", "demo"]
 NANO = ["inspect", "--preset", "nemotron-3-nano-30b-a3b"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
@@ -13,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from tiny import tiny_folder, tiny_model, tokens
 from transformers import AutoTokenizer
 
 from star_elastic.demo import run as demo_run
-from star_elastic.demo.facts import sizes_share_memory, sorted_equals_parent, views_equal_folders
-from star_elastic.demo.measure import Quality, Size
-from star_elastic.demo.run import Stages
+from star_elastic.demo.facts import budgets_are_met, sizes_share_memory, sorted_equals_parent, views_equal_folders
+from star_elastic.demo.measure import Quality, Size, print_choices
+from star_elastic.demo.run import Stages, demo_recipe
 from star_elastic.demo.settings import FULL, QUICK
 from star_elastic.demo.task import (
     MAX_OPERANDS,
@@ -37,6 +39,9 @@ from star_elastic.evaluate import exact_match, held_out_loss
 from star_elastic.slice import slice_checkpoint
 from star_elastic.sort import sort_folder
 from star_elastic.submodel import Submodel
+from star_elastic.train.loop import TrainingStopped
+from star_elastic.train.recipe import Recipe, load_recipe
+from star_elastic.train.report import Choice
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +142,13 @@ def test_held_out_loss_is_the_models_own() -> None:
     assert held_out_loss(ElasticModel(model), batches, chunk_tokens=7) == pytest.approx(expected, rel=1e-5)
 
 
+def choice(target: float, cost: float) -> Choice:
+    return Choice("params", target, cost, cost / target - 1, 0.875, True, {"hidden": 48, "expert_ffn": 16}, "")
+
+
 def size(sorted_loss: float, trained_loss: float, is_parent: bool) -> Size:
     quality = {name: Quality(loss, 0.5) for name, loss in (("sorted", sorted_loss), ("trained", trained_loss))}
-    return Size("x", {}, 1, 1, 1, quality, is_parent, ())
+    return Size("x", choice(1000, 960), {}, 1, 1, 1, quality, is_parent)
 
 
 def test_a_smaller_size_must_improve_and_the_parents_own_must_not_get_worse() -> None:
@@ -185,6 +194,41 @@ def test_the_facts_hold_on_real_folders_and_fail_on_wrong_ones(tmp_path: Path) -
     assert not views_equal_folders(elastic, {"small": tmp_path / "wrong"}, ids).holds
     elastic.add("heads", Submodel(widths={"mamba_heads": 4}))
     assert not sizes_share_memory(elastic, ["small", "heads"]).holds
+
+    held = sum(tensor.numel() for tensor in load_file(tmp_path / "small" / "model.safetensors").values())
+    held -= sum(buffer.numel() for name, buffer in elastic.model.named_buffers() if "correction_bias" in name)
+    for share, holds in ((1.04, True), (0.96, True), (1.06, False), (0.94, False)):
+        # What the router says of its own choice does not count.
+        fact = budgets_are_met({"small": choice(held / share, held / share)}, {"small": tmp_path / "small"})
+        assert fact.holds is holds and f"small {share - 1:+.1%}" in fact.measured
+
+
+def test_the_router_s_choice_is_printed_with_its_error_and_certainty() -> None:
+    console = Console(width=80, file=io.StringIO())
+    print_choices([size(2.0, 1.9, False)], console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    row = re.findall(r"[^\s│]+", printed.splitlines()[-2])
+    assert row == ["x", "1,000", "960", "-4.0%", "48", "16", "88%"]
+    assert "expert_ffn" in printed  # nothing is wrapped at the usual width
+
+
+def test_the_shipped_recipe_is_the_demo_s() -> None:
+    shipped = load_recipe(Path(__file__).parent.parent / "recipes" / "demo.yaml")
+    out = Path("demo-out")
+    assert shipped == Recipe.model_validate(demo_recipe(FULL, out / "sorted", Path("demo-family"), out / "data"))
+
+
+def test_a_search_that_ends_off_its_budgets_stops_the_demo_each_time(tmp_path: Path) -> None:
+    """One step is too few for a router; a second call goes on with the same run and must not pass it off as done."""
+    parent, data = tiny_folder(tmp_path / "parent", vocab_size=288), tmp_path / "data"
+    data.mkdir()
+    write_data(data, rows=40, text_chars=4000, held_out=4, seed=0)
+    write_tokenizer(parent)
+    settings = replace(QUICK, search_steps=1, settle_steps=1, batch_size=2)
+    for _ in range(2):
+        with pytest.raises(TrainingStopped, match=r"off its budgets .* '(mid|small)' would get .*%"):
+            demo_run._train(tmp_path / "elastic", parent, data, settings, progress=False)
+        assert not (tmp_path / "elastic").exists()
 
 
 def test_the_demo_fails_when_a_fact_or_a_size_does(monkeypatch: pytest.MonkeyPatch) -> None:

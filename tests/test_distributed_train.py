@@ -88,7 +88,9 @@ def test_two_processes_equal_one_over_ten_steps(recipe, alone, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("shard=off",), ("shard=hybrid", "shard_group=1"), ("activation_checkpointing=true", "ema=0.5")])
+@pytest.mark.parametrize(
+    "options", [("shard=off",), ("shard=hybrid", "shard_group=1"), ("activation_checkpointing=true", "ema=0.5")]
+)
 def test_ways_to_share_give_the_same_numbers(recipe, parent, tmp_path, options):
     own = [word for word in options if not word.startswith("shard")]
     train_family(recipe, [*LENIENT, *own, f"output={tmp_path / 'alone'}"], progress=False)
@@ -121,7 +123,9 @@ def test_a_run_that_was_stopped_goes_on_in_another_number_of_processes(recipe, t
     ended = Processes(tmp_path / "log", before, stopping, recipe, step, before - 1, "ema=0.5").wait()
     assert [process.code for process in ended] == [2] * before
     told = ended[0].err.splitlines()[-1]
-    assert told.startswith(f"error: stopped by SIGTERM after step {step} of 10, saved in ") and told.endswith("--resume")
+    assert told.startswith(f"error: stopped by SIGTERM after step {step} of 10, saved in ") and told.endswith(
+        "--resume"
+    )
     assert all(not process.err for process in ended[1:])
     checkpoint = tmp_path / f"out.run/checkpoints/step-{step:08d}"
     files = sorted(str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file())

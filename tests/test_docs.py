@@ -56,8 +56,12 @@ def test_the_tutorial_and_then_the_readme_run_as_written(shell: tuple[Path, dict
             run(language, code, shell)
     work, _ = shell
     report = json.loads((work / "demo-out" / "report.json").read_text())
-    assert [fact["holds"] for fact in report["facts"]] == [True, True, True]
+    assert [fact["holds"] for fact in report["facts"]] == [True, True, True, True]
     assert set(report["sizes"]) == {"full", "mid", "small"}
+    reached = [size["choice"]["cost"] for size in report["sizes"].values()]
+    assert reached == [size["params"] for size in report["sizes"].values()]
+    shares = [cost / reached[0] for cost in reached]
+    assert shares == pytest.approx([1, 0.75, 0.5], rel=0.05)
     for name in report["sizes"]:
         assert (work / "demo-out" / "slices" / name / "model.safetensors").exists()
 

@@ -6,13 +6,17 @@ import io
 import json
 import sys
 import types
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from rich.console import Console
+from tiny import tiny_folder
 
+from star_elastic.demo.tokenizer import write_tokenizer
 from star_elastic.errors import ElasticError, TargetError
 from star_elastic.progress import progress_bar
+from star_elastic.train import train_family
 from star_elastic.train.live import LiveTable, widths_text
 from star_elastic.train.metrics import Metrics, TrackerError, check_trackers
 from star_elastic.train.ranks import Ranks
@@ -264,3 +268,34 @@ def test_the_table_stands_above_the_bar_in_a_terminal_only(terminal):
     text = console.file.getvalue()
     assert "training" in text and "100%" in text and ("0.5000" in text) == terminal
     assert not terminal or text.rindex("0.5000") < text.rindex("training")
+
+
+def test_a_run_tells_its_trackers_what_its_file_says(tmp_path, monkeypatch):
+    class Filing(Writer):
+        def __init__(self, log_dir, purge_step):
+            super().__init__(log_dir, purge_step)
+            Path(log_dir).mkdir()
+
+    monkeypatch.setattr(Writer, "made", [])
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Filing))
+    parent = tiny_folder(tmp_path / "parent", pattern="M*", vocab_size=288)
+    write_tokenizer(parent)
+    (tmp_path / "text.txt").write_text("Some text to read, line after line.\n" * 20)
+    content = {
+        "parent": parent,
+        "output": tmp_path / "out",
+        "submodels": {"full": {}},
+        "data": {"sources": [{"path": str(tmp_path / "text.txt")}]},
+        "sequence_length": 16,
+        "steps": 3,
+        "optimizer": {"warmup_steps": 1},
+        "device": "cpu",
+        "track": ["tensorboard"],
+    }
+    train_family(Recipe.model_validate(content), progress=False)
+    lines = [json.loads(text) for text in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    (writer,) = Writer.made
+    told = {step: value for (name, step), value in writer.told.items() if name == "kd/full"}
+    assert told == {line["step"]: line["kd"]["full"] for line in lines} and len(told) == 3
+    assert writer.closed and (tmp_path / "out.tensorboard").is_dir()
+    assert not (tmp_path / "out/tensorboard").exists() and not (tmp_path / "out.run").exists()

@@ -20,11 +20,13 @@ from star_elastic.elastic import ElasticModel
 from star_elastic.errors import CheckpointError, RecipeError
 from star_elastic.router import Router
 from star_elastic.submodel import Submodel
+from star_elastic.train.gradients import distil
 from star_elastic.train.models import Average
 from star_elastic.train.ranks import Ranks, joined
 from star_elastic.train.sharded_state import load_sharded, save_sharded
 from star_elastic.train.sharding import check_group, clip_gradients, device_mesh, gather_into, local, shard
 from star_elastic.train.state import optimizer_tensors
+from star_elastic.train.teacher import Teacher
 
 STEPS = 10
 LENSES = ("masked", "narrow", "full", "shallow")
@@ -175,6 +177,43 @@ def test_four_steps_of_a_tied_model_with_checkpointing(tmp_path):
     wanted = finished(Run("llama"), 4)
     for key, found in load_file(tmp_path / "one-0").items():
         assert_close(key, found, wanted[key])
+
+
+# Several nested models on parts of the rows
+
+
+def distilled(ranks: Ranks, how: str = "full", group: int | None = None) -> dict[str, torch.Tensor]:
+    """Gradients and losses of two nested models on 8 rows in two parts; the second of them skips a layer."""
+    student, teacher = (ElasticModel(FAMILIES["llama"](seed)) for seed in (0, 1))
+    student.add("shallow", Submodel(layers=(0, 1, 3)))
+    mesh = device_mesh(torch.device("cpu"), ranks, how, group)
+    shard(teacher.requires_grad_(False), ranks, mesh)
+    sharded = shard(student, ranks, mesh)
+    rows = tokens(batch=8)
+    mask = torch.ones_like(rows)
+    mask[0, 5:] = mask[3, 9:] = mask[4:6] = 0  # so the second process's first part has no real token
+    views = {name: functools.partial(student.at, name) for name in ("full", "shallow")}
+    batch = {"input_ids": rows, "attention_mask": mask}
+    losses = distil(student, Teacher(teacher, 16), batch, views, parts=2, sharded=sharded)
+    gradients = {name: parameter.grad for name, parameter in student.model.named_parameters()}
+    return {**losses, **in_full(gradients)}
+
+
+def distil_in_each(folder: Path) -> None:
+    with joined() as ranks:
+        for number, (how, group) in enumerate((("full", None), ("hybrid", 1), ("off", None))):
+            found = distilled(ranks, how, group)
+            save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / f"{number}-{ranks.rank}")
+
+
+def test_nested_models_on_parts_of_the_rows_give_the_gradients_of_one_process(tmp_path):
+    run(tmp_path / "log", 2, distil_in_each, tmp_path)
+    wanted = distilled(Ranks())
+    for file in sorted(tmp_path.glob("*-*")):
+        found = load_file(file)
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            assert_close(f"{file.name} {name}", found[name], wanted[name])
 
 
 # Mixed precision

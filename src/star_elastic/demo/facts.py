@@ -1,4 +1,4 @@
-"""The three facts that make a checkpoint elastic, measured on the demo's own folders."""
+"""The facts that make a checkpoint elastic, measured on the demo's own folders."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 
 from star_elastic.elastic import ElasticModel
 from star_elastic.loading import load_model
+from star_elastic.train.report import Choice
 
 CPU = torch.device("cpu")
+BUDGET_TOLERANCE = 0.05
 TOLERANCE = 1e-5  # of the largest logit, in fp32: a permuted sum rounds differently
 
 
@@ -60,6 +62,19 @@ def sizes_share_memory(elastic: ElasticModel, names: list[str]) -> Fact:
         f"{len(names)} sizes in memory cost the largest one's bytes",
         together == alone,
         f"{together:,} bytes for all, {alone:,} for the largest",
+    )
+
+
+def budgets_are_met(choices: Mapping[str, Choice], slices: Mapping[str, Path]) -> Fact:
+    """Every exported folder holds about the parameters that its budget asked for, counted in the folder itself."""
+    errors = {}
+    for name, choice in choices.items():
+        held = sum(parameter.numel() for parameter in load_model(slices[name], device=CPU).parameters())
+        errors[name] = held / choice.target - 1
+    return Fact(
+        f"each exported folder is within {BUDGET_TOLERANCE:.0%} of its budget",
+        all(abs(error) <= BUDGET_TOLERANCE for error in errors.values()),
+        ", ".join(f"{name} {error:+.1%}" for name, error in errors.items()),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from star_elastic.demo.task import HELD_OUT_ROWS, HELD_OUT_TEXT
 from star_elastic.elastic import ElasticModel
 from star_elastic.evaluate import exact_match, held_out_loss
 from star_elastic.layout import Layout
+from star_elastic.submodel import Submodel
 from star_elastic.train.data import Calibration, calibration_batches
+from star_elastic.train.report import Choice
 from star_elastic.units import format_bytes
 
 STAGES = ("unsorted", "sorted", "trained")
@@ -40,16 +42,16 @@ class Quality:
 
 @dataclass(frozen=True)
 class Size:
-    """One nested size: its cost, and its quality as a slice of each stage's checkpoint."""
+    """One nested size: what the router chose for its budget, its cost, and its quality as a slice of each stage's checkpoint."""
 
     name: str
+    choice: Choice
     widths: dict[str, int]
     params: int
     active_params: int
     nbytes: int
     quality: dict[str, Quality]
     is_parent: bool
-    cut_axes: tuple[str, ...]
 
     @property
     def improved(self) -> bool:
@@ -81,42 +83,59 @@ class Examiner:
         return Quality(held_out_loss(model, self.held_out, submodel=name), accuracy)
 
 
-def describe_size(layout: Layout, settings: Settings, name: str, quality: dict[str, Quality]) -> Size:
-    """Put cost and quality of a nested size together."""
-    widths = layout.complete(settings.widths(name))
+def describe_size(layout: Layout, name: str, submodel: Submodel, choice: Choice, quality: dict[str, Quality]) -> Size:
+    """Put choice, cost and quality of a nested size together."""
+    widths = layout.complete(submodel.widths)
     return Size(
         name=name,
+        choice=choice,
         widths=widths,
         params=cost.params(layout, widths),
         active_params=cost.active_params(layout, widths),
         nbytes=int(cost.weight_bytes(layout, widths, dtype="fp32")),
         quality=quality,
-        is_parent=not settings.cuts[name],
-        cut_axes=tuple(settings.cuts[name]),
+        is_parent=widths == layout.complete({}),
     )
 
 
-def measure_sizes(models: dict[str, ElasticModel], examiner: Examiner, settings: Settings, advance: Any) -> list[Size]:
+def measure_sizes(
+    models: dict[str, ElasticModel], examiner: Examiner, choices: Mapping[str, Choice], advance: Callable[[int], None]
+) -> list[Size]:
     """Measure every nested size of every stage's model, as views."""
     sizes = []
-    for name in settings.cuts:
+    trained = models["trained"]
+    for name, choice in choices.items():
         quality = {}
         for stage, model in models.items():
             quality[stage] = examiner.measure(model, name)
             advance(1)
-        sizes.append(describe_size(models["trained"].layout, settings, name, quality))
+        sizes.append(describe_size(trained.layout, name, trained.config.get(name), choice, quality))
     return sizes
+
+
+def print_choices(sizes: Sequence[Size], console: Console) -> None:
+    """What each budget asked for, what the router chose for it, and the probability that it gives to this choice."""
+    axes = list(sizes[0].choice.cut)
+    table = Table(title="Parameters asked and reached, and the widths that the router chose", title_justify="left")
+    table.add_column("size")
+    for column in ("budget", "reached", "error", *axes, "sure"):
+        table.add_column(column, justify="right")
+    for size in sizes:
+        choice = size.choice
+        numbers = (f"{choice.target:,.0f}", f"{choice.cost:,.0f}", f"{choice.error:+.1%}")
+        widths = (str(choice.cut[axis]) for axis in axes)
+        table.add_row(size.name, *numbers, *widths, f"{choice.choice_probability:.0%}")
+    console.print(table)
 
 
 def print_sizes(sizes: Sequence[Size], parent: Quality, console: Console) -> None:
     """Two tables: what each size costs, and how good it is before and after each step."""
     costs = Table(title="Sizes", title_justify="left")
     costs.add_column("size")
-    for column in ("cut", "total", "active", "bytes"):
+    for column in ("total", "active", "bytes"):
         costs.add_column(column, justify="right")
     for size in sizes:
-        cut = ", ".join(f"{axis} {size.widths[axis]}" for axis in size.cut_axes) or "nothing"
-        costs.add_row(size.name, cut, f"{size.params:,}", f"{size.active_params:,}", format_bytes(size.nbytes))
+        costs.add_row(size.name, f"{size.params:,}", f"{size.active_params:,}", format_bytes(size.nbytes))
     console.print(costs)
     table = Table(title="Held-out loss in nats per token / exact answers", title_justify="left")
     for column in ("size", "one-shot, unsorted", "one-shot, sorted", "elastic", ""):
@@ -128,7 +147,7 @@ def print_sizes(sizes: Sequence[Size], parent: Quality, console: Console) -> Non
 
 
 def print_facts(facts: Sequence[Fact], console: Console) -> None:
-    """The three facts, each with its measurement."""
+    """The facts, each with its measurement."""
     for number, fact in enumerate(facts, 1):
         verdict = "holds" if fact.holds else "FAILS"
         console.print(f"{number}. {verdict}: {fact.claim} ({fact.measured})", highlight=False, soft_wrap=True)

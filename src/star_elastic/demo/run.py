@@ -14,8 +14,23 @@ import yaml
 from rich.console import Console
 
 from star_elastic.checkpoint import target_folder
-from star_elastic.demo.facts import Fact, sizes_share_memory, sorted_equals_parent, views_equal_folders
-from star_elastic.demo.measure import STAGES, Examiner, Size, as_json, measure_sizes, print_facts, print_sizes
+from star_elastic.demo.facts import (
+    Fact,
+    budgets_are_met,
+    sizes_share_memory,
+    sorted_equals_parent,
+    views_equal_folders,
+)
+from star_elastic.demo.measure import (
+    STAGES,
+    Examiner,
+    Size,
+    as_json,
+    measure_sizes,
+    print_choices,
+    print_facts,
+    print_sizes,
+)
 from star_elastic.demo.pretrain import mixture, train_parent
 from star_elastic.demo.settings import FULL, QUICK, Settings
 from star_elastic.demo.task import write_data
@@ -27,9 +42,10 @@ from star_elastic.progress import progress_bar
 from star_elastic.score import score_parent
 from star_elastic.slice import slice_checkpoint
 from star_elastic.sort import sort_parent
-from star_elastic.submodel import ElasticConfig, Submodel, read_json
+from star_elastic.submodel import ElasticConfig, read_json
 from star_elastic.train import train_family
 from star_elastic.train.documents import load_tokenizer
+from star_elastic.train.report import Choice
 
 MARKER = "demo.json"
 QUESTION = [{"role": "user", "content": "a+3b-4c+2="}]
@@ -86,6 +102,7 @@ def run_demo(out: Path | str = "demo-out", *, quick: bool = False, seed: int = 0
 
     Raises:
         TargetError: ``out`` holds something else.
+        TrainingStopped: the router did not meet its budgets, or Ctrl-C; the same call goes on where it stopped.
 
     Example:
         >>> run_demo("demo-out", quick=True).passed
@@ -107,12 +124,12 @@ def _run(out: Path, settings: Settings, progress: bool, console: Console) -> Dem
     sorted_parent = stages.run("sorted", "sorting", lambda folder: sort_parent(parent, folder, scores))
     elastic = stages.run(
         "elastic",
-        "distilling three sizes in one run",
+        "learning the widths of three sizes and distilling them in one run",
         lambda folder: _train(folder, sorted_parent, data, settings, progress),
     )
     slices = {
         name: stages.run(f"slices/{name}", f"slicing {name}", partial(_slice, elastic, name=name, progress=progress))
-        for name in settings.cuts
+        for name in settings.budgets
     }
     folders = dict(zip(STAGES, (parent, sorted_parent, elastic), strict=True))
     return _examine(out, folders, slices, data, settings, progress, console)
@@ -138,25 +155,31 @@ def _score(parent: Path, folder: Path, data: Path, settings: Settings, progress:
     )
 
 
-def _train(folder: Path, sorted_parent: Path, data: Path, settings: Settings, progress: bool) -> None:
-    """Write the recipe, where a user can read it, and run it; an interrupted run goes on where it stopped."""
-    recipe: dict[str, Any] = {
-        "parent": str(sorted_parent),
-        "output": str(folder),
-        "submodels": {name: {"widths": settings.widths(name)} for name in settings.cuts},
+def demo_recipe(settings: Settings, parent: Path, output: Path, data: Path) -> dict[str, Any]:
+    """The recipe of the elastic run, as YAML has it: the router learns in a search stage, its choice settles in another."""
+    return {
+        "parent": str(parent),
+        "output": str(output),
+        "budgets": {name: {"params": share} for name, share in settings.budgets.items()},
+        "router": {"axes": {axis: list(shares) for axis, shares in settings.axes.items()}},
+        "stages": [
+            {"phase": phase, "steps": steps, "warmup_steps": steps // 20}
+            for phase, steps in (("search", settings.search_steps), ("settle", settings.settle_steps))
+        ],
         "data": mixture(data).model_dump(mode="json", exclude_unset=True),
         "sequence_length": settings.length,
         "batch_size": settings.batch_size,
-        "steps": settings.elastic_steps,
-        "optimizer": {
-            "lr": settings.elastic_lr,
-            "min_lr": settings.elastic_lr / 20,
-            "warmup_steps": settings.elastic_steps // 20,
-        },
+        "optimizer": {"lr": settings.elastic_lr, "min_lr": settings.elastic_lr / 20},
+        "activation_checkpointing": False,  # a small model has memory to spare
         "checkpoint_every": 100,
         "seed": settings.seed,
     }
+
+
+def _train(folder: Path, sorted_parent: Path, data: Path, settings: Settings, progress: bool) -> None:
+    """Write the recipe, where a user can read it, and run it; an interrupted run goes on where it stopped."""
     path = folder.with_name("recipe.yaml")
+    recipe = demo_recipe(settings, sorted_parent, folder, data)
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     train_family(path, resume=folder.with_name(folder.name + ".run").exists(), progress=progress)
 
@@ -174,20 +197,24 @@ def _examine(
     progress: bool,
     console: Console,
 ) -> DemoReport:
-    submodels = {name: Submodel(widths=settings.widths(name)) for name in settings.cuts}
+    learned = read_json(folders["trained"] / "training.json")["submodels"]
+    choices = {name: Choice(**learned[name]["choice"]) for name in settings.budgets}
+    submodels = ElasticConfig.load(folders["trained"]).submodels
     models = {stage: ElasticModel.from_pretrained(folder, submodels=submodels) for stage, folder in folders.items()}
     examiner = Examiner(data, load_tokenizer(folders["trained"]), settings)
-    with progress_bar("evaluating", len(models) * len(submodels), "models", shown=progress) as advance:
-        sizes = measure_sizes(models, examiner, settings, advance)
+    with progress_bar("evaluating", len(models) * len(choices), "models", shown=progress) as advance:
+        sizes = measure_sizes(models, examiner, choices, advance)
     parent = sizes[0].quality["unsorted"]
     ids: torch.Tensor = examiner.held_out.batches[0]["input_ids"][:4]
     facts = [
         sorted_equals_parent(folders["unsorted"], folders["sorted"], ids),
         views_equal_folders(models["trained"], slices, ids),
-        sizes_share_memory(models["trained"], list(settings.cuts)),
+        sizes_share_memory(models["trained"], list(choices)),
+        budgets_are_met(choices, slices),
     ]
     passed = all(fact.holds for fact in facts) and (settings.quick or all(size.improved for size in sizes))
     (out / "report.json").write_text(json.dumps(as_json(sizes, parent, facts), indent=2) + "\n", encoding="utf-8")
+    print_choices(sizes, console)
     print_sizes(sizes, parent, console)
     if settings.quick:
         console.print("Quick version: it checks the facts below and claims no accuracy.")

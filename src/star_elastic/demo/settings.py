@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes and step counts of a demo run; the nested sizes are cut on axes whose submodels are pure views."""
+    """Sizes and step counts of a demo run.
+
+    The router chooses on axes whose submodels are pure views of the parent's weights. Mamba heads and attention heads are left
+    whole: their parts of a fused projection are not next to each other, so that a submodel that cuts them holds a copy.
+
+    Attributes:
+        budgets: Share of the parent's parameters that each nested size may have.
+        axes: Candidates of each axis, as shares of the parent's width.
+    """
 
     parent_steps: int
-    elastic_steps: int
+    search_steps: int
+    settle_steps: int
     rows: int
     text_chars: int
     held_out: int
@@ -24,24 +33,22 @@ class Settings:
     elastic_lr: float = 1e-3
     seed: int = 0
     quick: bool = False
-    cuts: dict[str, dict[str, float]] = field(
+    budgets: dict[str, float] = field(default_factory=lambda: {"full": 1.0, "mid": 0.75, "small": 0.5})
+    axes: dict[str, tuple[float, ...]] = field(
         default_factory=lambda: {
-            "full": {},
-            "mid": {"hidden": 0.75},
-            "small": {"hidden": 0.5, "expert_ffn": 0.5, "shared_ffn": 0.5},
+            "hidden": (1, 0.875, 0.75, 0.625, 0.5),
+            "expert_ffn": (1, 0.75, 0.5),
+            "shared_ffn": (1, 0.75, 0.5),
         }
     )
 
-    def widths(self, name: str) -> dict[str, int]:
-        """Widths of a nested size."""
-        return {axis: round(share * getattr(self, axis)) for axis, share in self.cuts[name].items()}
 
-
-FULL = Settings(parent_steps=400, elastic_steps=300, rows=20_000, text_chars=2_000_000, held_out=240)
+FULL = Settings(parent_steps=400, search_steps=120, settle_steps=150, rows=20_000, text_chars=2_000_000, held_out=240)
 QUICK = Settings(
     quick=True,
     parent_steps=12,
-    elastic_steps=12,
+    search_steps=24,
+    settle_steps=6,
     rows=400,
     text_chars=60_000,
     held_out=16,

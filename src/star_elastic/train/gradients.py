@@ -51,8 +51,7 @@ def distil(
     sharded = sharded or Sharded(student, ALONE)
     ranks = sharded.ranks
     pieces = list(split(own_rows(batch, ranks), parts))
-    left = len(pieces) * len(views)
-    for part in pieces:
+    for number, part in enumerate(pieces):
         # The processes' gradients are averaged: times their number, that is the sum.
         share = ranks.size * int(part["attention_mask"].sum()) / max(tokens, 1)
         with autocast(device, dtype):
@@ -60,8 +59,8 @@ def distil(
         for name, view in views.items():
             with autocast(device, dtype), view():
                 loss = teacher.distance(answer, student, part) * share
-            left -= 1
-            sharded.begin_backward(is_last=left == 0)
+            # Of the last part, every pass: the very last one may skip layers that another has run.
+            sharded.begin_backward(is_last=number + 1 == len(pieces))
             (loss / len(views)).backward()
             losses[name] += loss.detach()
     sharded.average_gradients()

@@ -27,6 +27,7 @@ from star_elastic.train.recipe_types import (
     PositiveInt,
     RowLength,
     Section,
+    Sharding,
     Switch,
     Tokens,
     all_or_none,
@@ -220,7 +221,7 @@ class Recipe(Section):
     kl_chunk_tokens: PositiveInt = 1024
     teacher_cache: Folder | None = None
     balance_experts: BalanceRecipe | None = None
-    shard: Literal["full", "hybrid", "off"] = "full"
+    shard: Sharding = "full"
     shard_group: PositiveInt | None = None
     activation_checkpointing: Switch = "auto"
     checkpoint_every: PositiveInt = 500

@@ -50,6 +50,10 @@ def _off(value: Any) -> Any:
     return None if value is False or value == "off" else _number(value)
 
 
+def _sharding(value: Any) -> Any:
+    return "off" if value is False else value
+
+
 # Other numbers than whole ones may be text, since YAML reads 1e-4 as text.
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 NaturalInt = Annotated[int, Field(ge=0, strict=True)]
@@ -58,6 +62,7 @@ RowLength = Annotated[int, Field(ge=2, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
 Share = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_number)]
+Sharding = Annotated[Literal["full", "hybrid", "off"], BeforeValidator(_sharding)]
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
 Decay = Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_off)]
 Switch = Annotated[bool | Literal["auto"], BeforeValidator(_switch)]

@@ -43,7 +43,7 @@ class Sharded:
     whole: tuple[nn.Parameter, ...] = ()
 
     def begin_backward(self, is_last: bool) -> None:
-        """Say before each backward pass whether it is a step's last: copies of the model need to hear of each other only then.
+        """Say before a backward pass whether it is a step's last through its layers: copies of a model hear of each other then.
 
         Within a copy gradients are shared out after every pass; keeping them until the last would take a whole model's memory.
         """
