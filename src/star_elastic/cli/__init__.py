@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import typer
 
-from star_elastic.cli import look, rank, slicing, training
+from star_elastic.cli import checking, look, publishing, rank, slicing, training
 from star_elastic.cli.app import app
 from star_elastic.errors import ElasticError, nearest
 
 __all__ = ["app", "main"]
 
-VERBS = (look, rank, training, slicing)  # each registers its verbs on import
+VERBS = (look, rank, training, slicing, checking, publishing)  # each registers its verbs on import
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
