@@ -130,6 +130,25 @@ def test_blocks_stay_whole_in_every_layer(tmp_path: Path) -> None:
     slice_checkpoint(quantized_folder(tmp_path / "fp8", "fp8"), tmp_path / "out", torn)
 
 
+def test_verify_knows_widths_per_layer(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slice_checkpoint(parent, tmp_path / "own", OWN)
+    assert main(["verify", str(tmp_path / "own"), "--against", str(parent), "--forward"]) == 0
+    said = json.loads((tmp_path / "own" / "elastic.json").read_text())
+    said["own_widths"]["expert_ffn"]["3"] = 28
+    (tmp_path / "own" / "elastic.json").write_text(json.dumps(said))
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "own")]) == 1
+    assert "width of expert_ffn in layer 3" in capsys.readouterr().out
+
+
+def test_no_gguf_file_has_widths_per_layer(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slice_checkpoint(parent, tmp_path / "own", OWN)
+    (tmp_path / "convert_hf_to_gguf.py").write_text("raise SystemExit(1)")
+    words = ["export", str(tmp_path / "own"), "--gguf", str(tmp_path / "own.gguf"), "--converter", str(tmp_path)]
+    assert main(words) == 2
+    assert "is a slice whose layers differ in expert_ffn: no GGUF" in capsys.readouterr().err
+
+
 def test_people_are_told_who_loads_quantized_slices(
     quantized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +157,12 @@ def test_people_are_told_who_loads_quantized_slices(
     said = capsys.readouterr().out
     assert "only ElasticModel.from_pretrained can load it" in said and "vLLM" not in said
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "by ModelOpt" in card and "vllm" not in card and "expert_ffn: 16 in layer 1; 48 in layer 4" in card
+    assert (
+        "by ModelOpt" in card
+        and "vllm" not in card
+        and "Other engines" not in card
+        and "expert_ffn: 16 in layer 1; 48 in layer 4" in card
+    )
     assert main(["inspect", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert "expert_ffn: 16 in layer 1; 48 in layer 4" in shown and "weights as stored" in shown

@@ -398,7 +398,8 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_checkpoint(recipe, tmp_
 
     original = teacher.chunked_kl
     monkeypatch.setattr(teacher, "chunked_kl", broken)
-    with pytest.raises(TrainingStopped, match=r"loss is nan at step 8, submodel '(full|small)', rows 14 to 15 of stage 0; .*step-00000005") as caught:
+    told = r"loss is nan at step 8, submodel '(full|small)', rows 14 to 15 of stage 0; .*step-00000005"
+    with pytest.raises(TrainingStopped, match=told) as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()

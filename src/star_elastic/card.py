@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,15 @@ from typing import Any
 import yaml
 
 from star_elastic import cost
+from star_elastic.engines import engine_commands
 from star_elastic.layout import Layout
 from star_elastic.per_layer import LayerWidths, by_width, span
 from star_elastic.submodel import FULL, Submodel
 from star_elastic.units import format_bytes, format_count
 from star_elastic.version import VERSION
+
+RECORD = "star_elastic"
+"""The front-matter field that says, for programs, what a slice is: name, widths, kept layers, parameters."""
 
 FRONT_MATTER_LICENCE = ("license", "license_name", "license_link", "language")
 
@@ -54,8 +60,17 @@ def slice_card(
         if trained and named
         else "cut out of its weights untrained"
     )
+    record = {
+        "version": VERSION,
+        "name": named,
+        "widths": submodel.widths,
+        **({"layer_widths": submodel.layer_widths} if submodel.layer_widths else {}),
+        "layers": list(submodel.layers) if submodel.layers is not None else None,
+        "params": total,
+        "active_params": active,
+    }
     lines = [
-        front_matter(parent, licence),
+        front_matter(parent, licence, record),
         f"# {title}\n",
         f"A {which} of `{parent}`, {how} by star-elastic {VERSION}.\n",
         "| | this model | parent |",
@@ -65,7 +80,7 @@ def slice_card(
         *_width_lines(layout, submodel),
         f"\nThe weights take {format_bytes(nbytes)} ({nbytes:,} bytes).\n",
         *_dropped_lines(dropped),
-        _slice_usage(title, submodel, quantized),
+        *_slice_usage(layout, title, submodel, quantized),
         licence_text(parent, licence),
     ]
     return "\n".join(lines)
@@ -86,16 +101,23 @@ def sorted_card(
     return "\n".join(lines)
 
 
-def front_matter(parent: str, licence: Mapping[str, Any]) -> str:
-    """The block between ``---`` that model hubs read."""
+def front_matter(parent: str, licence: Mapping[str, Any], record: Mapping[str, Any] | None = None) -> str:
+    """The block between ``---`` that model hubs read; ``record`` says what a slice is (see ``RECORD``)."""
     fields = {**licence, "library_name": "transformers", "pipeline_tag": "text-generation", "base_model": parent}
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
+    return front_matter_text(fields | ({RECORD: dict(record)} if record else {}))
 
 
-def _slice_usage(title: str, submodel: Submodel, quantized: str) -> str:
+def front_matter_text(fields: Mapping[str, Any]) -> str:
+    """Front matter of these fields."""
+    return f"---\n{yaml.safe_dump(dict(fields), sort_keys=False)}---\n"
+
+
+def _slice_usage(layout: Layout, title: str, submodel: Submodel, quantized: str) -> tuple[str, ...]:
+    """How to run a slice, also in other engines: they read its config, which cannot say widths per layer."""
     if submodel.layer_widths:
-        return per_layer_usage(title, submodel.layer_widths, quantized)
-    return quantized_usage(title, quantized) if quantized else usage(title)
+        return (per_layer_usage(title, submodel.layer_widths, quantized),)
+    commands = engine_commands(layout, title, layers=submodel.layers, quantized=bool(quantized))
+    return (quantized_usage(title, quantized) if quantized else usage(title), engines_text(commands))
 
 
 def usage(title: str) -> str:
@@ -146,13 +168,8 @@ def quantized_usage(title: str, quantized: str) -> str:
     """How to run a quantized folder, which transformers cannot."""
     return f"""## Use
 
-Quantized ({quantized}). transformers cannot load this layout; vLLM, SGLang and TensorRT-LLM can:
-
-```bash
-vllm serve {title}
-```
-
-Or take it as ordinary numbers, dequantized while it loads:
+Quantized ({quantized}). transformers cannot load this layout; vLLM, SGLang and TensorRT-LLM can. To take it as ordinary
+numbers, dequantized while it loads:
 
 ```python
 from star_elastic import ElasticModel
@@ -160,6 +177,14 @@ from star_elastic import ElasticModel
 model = ElasticModel.from_pretrained("{title}").model
 ```
 """
+
+
+def engines_text(commands: Mapping[str, Sequence[str]]) -> str:
+    """How to run the folder in other engines; empty where none can."""
+    if not commands:
+        return ""
+    lines = [line for name, given in commands.items() for line in (f"# {name}", *given)]
+    return "\n".join(["## Other engines\n", "```bash", *lines, "```\n"])
 
 
 def licence_text(parent: str, licence: Mapping[str, Any]) -> str:
@@ -170,14 +195,46 @@ def licence_text(parent: str, licence: Mapping[str, Any]) -> str:
 
 
 def read_licence(folder: Path) -> dict[str, Any]:
-    """Licence and language fields of a model card's front matter; empty where there is no card, or none that can be read."""
+    """Licence and language fields of a model card; empty where there is no card, or none that can be read."""
+    fields = read_front_matter(folder)
+    return {name: fields[name] for name in FRONT_MATTER_LICENCE if name in fields}
+
+
+def read_front_matter(folder: Path) -> dict[str, Any]:
+    """All fields of a model card's front matter; empty where there is no card, or none that can be read."""
     try:
-        text = (folder / "README.md").read_text(encoding="utf-8")
-        block = text.removeprefix("---\n").split("\n---", 1)[0] if text.startswith("---\n") else ""
-        fields = yaml.safe_load(block)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return split_card((folder / "README.md").read_text(encoding="utf-8"))[0]
+    except (OSError, UnicodeDecodeError):
         return {}
-    return {name: fields[name] for name in FRONT_MATTER_LICENCE if name in fields} if isinstance(fields, dict) else {}
+
+
+def split_card(text: str) -> tuple[dict[str, Any], str]:
+    """Front matter and body of a model card; no fields where it has no front matter that can be read."""
+    if not text.startswith("---\n"):
+        return {}, text
+    block, _, body = text.removeprefix("---\n").partition("\n---")
+    try:
+        fields = yaml.safe_load(block)
+    except yaml.YAMLError:
+        return {}, text
+    return (fields, body.removeprefix("\n")) if isinstance(fields, dict) else ({}, text)
+
+
+def retitled(body: str, title: str) -> str:
+    """A card's body whose commands take the model ``title`` from the hub, in place of the folder that the heading names."""
+    found = re.search(r"^# (.+)$", body, re.MULTILINE)
+    if found is None:
+        return body
+    folder = found[1].strip()
+    old = re.compile(rf"(?<![\w./-]){re.escape(folder)}(?![\w./-])")
+
+    def command(line: str) -> str:
+        if line.startswith("star-elastic export "):  # takes folders only
+            return f"hf download {title} --local-dir {shlex.quote(folder)}\n{line}"
+        return old.sub(title, line)
+
+    blocks = re.split(r"(^```.*?^```$)", body, flags=re.MULTILINE | re.DOTALL)
+    return "".join("\n".join(map(command, block.split("\n"))) if block.startswith("```") else block for block in blocks)
 
 
 def _dropped_lines(dropped: Sequence[str]) -> list[str]:

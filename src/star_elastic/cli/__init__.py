@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import typer
 
-from star_elastic.cli import caching, look, profiling, rank, slicing, training
+from star_elastic.cli import caching, checking, look, profiling, publishing, rank, slicing, training
 from star_elastic.cli.app import app
 from star_elastic.errors import ElasticError, StoppedElsewhere, nearest
 
 __all__ = ["app", "main"]
 
-VERBS = (look, rank, profiling, caching, training, slicing)  # each registers its verbs on import
+VERBS = (look, rank, profiling, caching, training, slicing, checking, publishing)  # each registers its verbs on import
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,98 @@
+"""What a folder says about itself, against what it is: config.json in itself, the model card's widths, elastic.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from star_elastic import cost
+from star_elastic.card import RECORD, read_front_matter
+from star_elastic.checkpoint import TensorInfo
+from star_elastic.errors import ElasticError
+from star_elastic.families import family_of, layout_of
+from star_elastic.layout import Layout
+from star_elastic.per_layer import LayerWidths
+from star_elastic.submodel import FILE_NAME, ElasticConfig, checked_table, read_config
+from star_elastic.verify.numbers import same_bytes
+from star_elastic.verify.report import Fault
+
+CONFIG = "config.json"
+CARD = "README.md"
+
+
+def config_faults(config: Mapping[str, Any], layout: Layout, tensors: Mapping[str, TensorInfo]) -> list[Fault]:
+    """Fields that contradict each other or the tensors: a stale pattern string or layer count, code, a tie that is none."""
+    family = family_of(config)
+    edited = {**config, **family.config_edits(config, layout.complete({}), None)}
+    faults = [
+        Fault(f"{CONFIG}: {name}", f"{value!r}, as its layers are", f"{config[name]!r}")
+        for name, value in family.json_fields(edited).items()
+        if name in config and config[name] != value
+    ]
+    if "auto_map" in config:
+        faults.append(Fault(f"{CONFIG}: auto_map", "none: native classes load it", f"{config['auto_map']!r}"))
+    return faults + _tie_faults(layout, tensors)
+
+
+def _tie_faults(layout: Layout, tensors: Mapping[str, TensorInfo]) -> list[Fault]:
+    """Tied tensors that are stored nevertheless, with other numbers: whoever loads them would ignore one."""
+    faults = []
+    for unit, row in layout.tensors():
+        tied = tensors.get(unit.name(row))
+        twin = layout.find(row.alias) if row.alias else None
+        if twin is None or tied is None:
+            continue
+        stored = [twin.unit.name(twin.row), *twin.unit.disk_names(twin.row)]
+        other = next((tensors[name] for name in stored if name in tensors), None)
+        if other is not None and not same_bytes(tied, other):
+            faults.append(
+                Fault(f"{CONFIG}: tie_word_embeddings", f"equal {tied.name} and {other.name}", "different ones")
+            )
+    return faults
+
+
+def record_faults(folder: Path, layout: Layout) -> tuple[list[Fault], str]:
+    """Differences between the widths that the model card or elastic.json records and those of config.json; what was looked at."""
+    faults: list[Fault] = []
+    seen = []
+    record = read_front_matter(folder).get(RECORD)
+    if isinstance(record, Mapping):
+        seen.append(CARD)
+        facts = {
+            **{f"width of {axis}": width for axis, width in layout_of(read_config(folder)).complete({}).items()},
+            **_by_layer(layout.own_widths),
+            "number of layers": layout.num_layers,
+            "parameters": cost.params(layout, {}),
+        }
+        widths, layers = record.get("widths") or {}, record.get("layers")
+        number = {layer: number for number, layer in enumerate(layers or range(layout.num_layers))}
+        said = {
+            **{f"width of {axis}": width for axis, width in widths.items()},
+            **_by_layer(record.get("layer_widths") or {}, number),
+            "number of layers": layout.num_layers if layers is None else len(layers),
+            "parameters": record.get("params"),
+        }
+        for fact in {**facts, **said}:
+            if facts.get(fact) != said.get(fact):
+                faults.append(Fault(f"{CARD}: {fact}", f"{facts.get(fact)}, as {CONFIG} says", f"{said.get(fact)}"))
+    if (folder / FILE_NAME).exists():
+        seen.append(FILE_NAME)
+        try:
+            elastic = ElasticConfig.load(folder)
+            if elastic.own_widths and not layout.own_widths:
+                checked_table(folder, layout, elastic.own_widths)
+            elastic.check(layout)
+        except ElasticError as error:
+            faults.append(Fault(FILE_NAME, f"nested models of {CONFIG}", str(error)))
+    return faults, " and ".join(seen)
+
+
+def _by_layer(widths: LayerWidths, number: Mapping[int, int] | None = None) -> dict[str, int]:
+    """Facts about widths of single layers; ``number`` gives layers of the parent their numbers here."""
+    numbers = number or {}
+    return {
+        f"width of {axis} in layer {numbers.get(layer, layer)}": width
+        for axis, own in widths.items()
+        for layer, width in own.items()
+    }
