@@ -35,7 +35,7 @@ test-slow: $(READY)
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
 
 bench: $(READY)
-	@for script in benchmarks/slice_io.py benchmarks/lens.py benchmarks/score.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in benchmarks/slice_io.py benchmarks/lens.py benchmarks/score.py benchmarks/train_step.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
