@@ -46,7 +46,7 @@ test-modelopt: $(READY) $(MODELOPT)/.ready
 	OMP_NUM_THREADS=1 MODELOPT_PYTHON=$(CURDIR)/$(MODELOPT)/bin/python $(BIN)/python -m pytest -m modelopt
 
 bench: $(READY)
-	@for script in benchmarks/slice_io.py benchmarks/lens.py benchmarks/score.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in benchmarks/slice_io.py benchmarks/lens.py benchmarks/score.py benchmarks/train_step.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
