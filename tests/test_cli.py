@@ -117,7 +117,9 @@ def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture
         ["generate", "none", "--prompt", "a"],
     ],
 )
-def test_what_is_not_there(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_what_is_not_there(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert "none" in refused(words, capsys)
     assert list(tmp_path.iterdir()) == []
@@ -196,7 +198,12 @@ def test_slice_words(
     assert said in dry and "was not written" in dry and not out.exists()
     assert main(["slice", str(elastic), str(out), *words]) == 0
     wet = capsys.readouterr().out
-    assert wet.splitlines()[:-1] == dry.splitlines()[:-1] and f"wrote {out}: " in wet
+    told = dry.splitlines()[:-1]
+    assert (
+        wet.splitlines()[: len(told)] == told
+        and f"\nrun in vLLM: vllm serve {out}\n" in wet
+        and f"wrote {out}: " in wet
+    )
     assert hidden_of(out) == hidden
 
 

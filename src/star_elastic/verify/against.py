@@ -18,7 +18,6 @@ from star_elastic.layout import Layout
 from star_elastic.quant import bound_layout, read_quantized
 from star_elastic.slice import plan_slice
 from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
-from star_elastic.verify.numbers import stored_blocks
 from star_elastic.verify.report import Fault
 
 # Fields that a slice may say otherwise: the new names of quantized modules, and who wrote the file.
