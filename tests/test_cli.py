@@ -75,7 +75,8 @@ def test_module_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["slcie"], "did you mean 'slice'? known: demo, generate"),
+        (["slcie"], "did you mean 'slice'? known: cache-teacher, demo"),
+        (["cache-teacher", "--nope"], "No such option: --nope"),
         (["xyz"], "no command 'xyz'"),
         (["--nope"], "No such option: --nope"),
         (["inspect", "--nope"], "No such option: --nope"),
@@ -117,7 +118,9 @@ def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture
         ["generate", "none", "--prompt", "a"],
     ],
 )
-def test_what_is_not_there(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_what_is_not_there(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert "none" in refused(words, capsys)
     assert list(tmp_path.iterdir()) == []
@@ -196,7 +199,12 @@ def test_slice_words(
     assert said in dry and "was not written" in dry and not out.exists()
     assert main(["slice", str(elastic), str(out), *words]) == 0
     wet = capsys.readouterr().out
-    assert wet.splitlines()[:-1] == dry.splitlines()[:-1] and f"wrote {out}: " in wet
+    told = dry.splitlines()[:-1]
+    assert (
+        wet.splitlines()[: len(told)] == told
+        and f"\nrun in vLLM: vllm serve {out}\n" in wet
+        and f"wrote {out}: " in wet
+    )
     assert hidden_of(out) == hidden
 
 

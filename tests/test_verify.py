@@ -209,8 +209,11 @@ def test_numbers_that_are_not_finite(value: float, dtype: torch.dtype, single: P
 
 def test_every_code_of_every_dtype_is_judged_as_torch_does() -> None:
     torch_names = {
-        **{"F16": torch.float16, "BF16": torch.bfloat16, "F8_E5M2": torch.float8_e5m2},
-        **{"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu},
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E8M0": torch.float8_e8m0fnu,
     }
     for name, dtype in torch_names.items():
         kind, bits = NOT_FINITE[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from star_elastic.layout import Layout
@@ -49,9 +49,7 @@ SGLANG = Engine(
 LLAMA_CPP = Engine(
     "llama.cpp", ("star-elastic export {path} --gguf {file}", "llama-cli -m {file} -p Hello"), one_kind=True
 )
-OLLAMA = Engine(
-    "Ollama, after that", ("echo FROM ./{file} > Modelfile", "ollama create {name} -f Modelfile"), one_kind=True
-)
+OLLAMA = Engine("Ollama, then", ("echo FROM ./{file} > Modelfile", "ollama create {name} -f Modelfile"), one_kind=True)
 ENGINES = (VLLM, SGLANG, LLAMA_CPP, OLLAMA)
 
 
@@ -80,3 +78,8 @@ def engine_commands(
         for engine in ENGINES
         if engine.runs(layout.family, kinds, quantized)
     }
+
+
+def engine_lines(commands: Mapping[str, Sequence[str]]) -> list[str]:
+    """The same for people, one line an engine."""
+    return [f"run in {name}: {' && '.join(given)}" for name, given in commands.items()]

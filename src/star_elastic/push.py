@@ -5,9 +5,10 @@ The hub keeps large files by their hash, so pushing again after an interruption 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from star_elastic.units import format_bytes
 from star_elastic.verify import verify_folder
 
 CARD = "README.md"
+MESSAGE = "Upload with star-elastic"
 OWN_FILES = frozenset(
     {"config.json", "model.safetensors.index.json", CARD, FILE_NAME, SIDECAR, "training.json", "Modelfile"}
 )
@@ -111,8 +113,8 @@ def push_folder(
     planned = PushReport(repo, revision, files, tuple(left_out), notes=tuple(notes))
     if dry_run:
         return planned
-    url = _commit(folder, repo, names, card, private=private, revision=revision)
-    return PushReport(repo, revision, files, tuple(left_out), url, tuple(notes))
+    url, warned = _commit(folder, repo, names, card, private=private, revision=revision)
+    return replace(planned, url=url, notes=(*planned.notes, *warned))
 
 
 def _check_names(repo: str, base_model: str | None) -> None:
@@ -173,17 +175,22 @@ def _published_card(folder: Path, repo: str, base_model: str | None) -> tuple[by
     return (front_matter_text(fields) + retitled(body, repo)).encode(), notes
 
 
-def _commit(folder: Path, repo: str, names: Sequence[str], card: bytes, *, private: bool, revision: str | None) -> str:
+def _commit(
+    folder: Path, repo: str, names: Sequence[str], card: bytes, *, private: bool, revision: str | None
+) -> tuple[str, list[str]]:
+    """Make one commit; its address, and what the hub warns of."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     operations = [CommitOperationAdd(name, card if name == CARD else str(folder / name)) for name in names]
     api = HfApi()
-    with _refusals(repo):
+    with _refusals(repo), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         api.create_repo(repo, private=private or None, exist_ok=True)
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
-        commit: Any = api.create_commit(repo, operations, commit_message="Upload with star-elastic", revision=revision)
-    return str(commit.commit_url)
+        commit: Any = api.create_commit(repo, operations, commit_message=MESSAGE, revision=revision)
+    said = [" ".join(str(one.message).split()) for one in warned if issubclass(one.category, UserWarning)]
+    return str(commit.commit_url), said
 
 
 @contextmanager
@@ -204,5 +211,8 @@ def _refusals(repo: str) -> Iterator[None]:
     except (HTTPError, OSError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise RemoteError(f"the hub at {constants.ENDPOINT} cannot be reached: {reason}") from None
+    except RuntimeError as error:  # a file that could not be uploaded; its cause says why
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise RemoteError(f"{repo} was not pushed: {reason}; push again to go on") from None
     except ValueError as error:  # the hub's own check of the card
         raise PushError(f"the hub refuses the model card: {' '.join(str(error).split())}") from None

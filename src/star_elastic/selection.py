@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from star_elastic import cost
+from star_elastic.engines import engine_commands, engine_lines
 from star_elastic.errors import MOST_NAMES, ElasticError, RemoteError, WidthError
 from star_elastic.families.base import Config, itemsize
 from star_elastic.inspect import submodel_cost, with_full
@@ -292,6 +293,9 @@ def run_slice(
             raise RemoteError("interrupted; what is finished is kept: the same command goes on from there") from None
         for report in reports:
             print(f"wrote {report.folder}: {report.tensors} tensors, {format_bytes(report.nbytes)}")
+            layers, quantized = report.submodel.layers, bool(plan.quantized)
+            commands = engine_commands(layout, str(report.folder), layers=layers, quantized=quantized)
+            print(*engine_lines(commands), sep="\n")
         if opened.fetch is not None:
             print(opened.fetch.checked())
         return reports

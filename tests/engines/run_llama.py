@@ -1,4 +1,4 @@
-"""Greedy tokens from llama.cpp. Run by the Python of an environment with xllamacpp: ``run_llama.py FILE.gguf JOB.json ANSWER.json``.
+"""Greedy tokens from llama.cpp. Run by a Python that has xllamacpp: ``run_llama.py FILE.gguf JOB.json ANSWER.json``.
 
 A job is ``{"prompts": [[token, ...], ...], "new_tokens": N}``, the answer ``{"versions": ..., "tokens": [[...], ...]}``.
 """

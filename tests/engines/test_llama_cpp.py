@@ -1,0 +1,63 @@
+"""Slices in llama.cpp: its own converter takes them, and it writes the tokens that transformers writes. ``make test-engines``.
+
+``LLAMA_CPP`` names llama.cpp's folder, ``XLLAMACPP_PYTHON`` a Python that has xllamacpp, and ``ELASTIC_FOLDER`` a trained elastic
+checkpoint; without the last the quick demo trains one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from greedy import NEW_TOKENS, greedy, run_engine
+from models import PARENTS, PROMPTS, tiny_slice
+
+from star_elastic import slice_checkpoint
+from star_elastic.demo import run_demo
+from star_elastic.export import export_gguf
+from star_elastic.submodel import ElasticConfig
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(
+        not {"LLAMA_CPP", "XLLAMACPP_PYTHON"} <= os.environ.keys(), reason="LLAMA_CPP and XLLAMACPP_PYTHON are not set"
+    ),
+]
+CONVERTER = Path(__file__).with_name("convert.py")
+SIZES = ("full", "mid", "small")
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained elastic checkpoint."""
+    if "ELASTIC_FOLDER" in os.environ:
+        return Path(os.environ["ELASTIC_FOLDER"])
+    out = tmp_path_factory.mktemp("demo") / "out"
+    run_demo(out, quick=True, progress=False)
+    return out / "elastic"
+
+
+def compare(folder: Path, kind: str, scratch: Path) -> list[int]:
+    """Convert and compare; how many tokens were equal for each prompt."""
+    file = export_gguf(folder, scratch / f"{kind}.gguf", kind=kind, converter=CONVERTER)
+    found = run_engine(os.environ["XLLAMACPP_PYTHON"], "run_llama.py", file, PROMPTS, scratch)
+    compared = []
+    for tokens, wanted in zip(found, greedy(folder, PROMPTS), strict=True):
+        count = NEW_TOKENS if kind == "F32" else wanted.until_near_tie
+        assert tokens[:count] == wanted.tokens[:count]
+        compared.append(count)
+    print(f"{folder.name} {kind}: {compared} tokens compared and equal")
+    return compared
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+@pytest.mark.parametrize("size", SIZES)
+def test_slices_of_a_trained_family(size: str, kind: str, elastic: Path, tmp_path: Path) -> None:
+    slice_checkpoint(elastic, tmp_path / size, ElasticConfig.load(elastic).get(size))
+    compare(tmp_path / size, kind, tmp_path)
+
+
+@pytest.mark.parametrize("name", list(PARENTS))
+def test_slices_of_every_family(name: str, tmp_path: Path) -> None:
+    assert compare(tiny_slice(name, tmp_path), "F32", tmp_path) == [NEW_TOKENS] * len(PROMPTS)

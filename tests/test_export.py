@@ -1,0 +1,157 @@
+"""GGUF export: the converter is found, run in a process of its own, and its file appears whole or not at all.
+
+The converters here are small scripts; ``tests/engines`` runs llama.cpp's own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import tiny_folder
+
+from star_elastic import Submodel, slice_checkpoint
+from star_elastic.cli import main
+from star_elastic.engines import engine_commands
+from star_elastic.errors import CheckpointError, TargetError
+from star_elastic.export import SCRIPT, ConverterError, export_gguf, find_converter
+from star_elastic.families import layout_of
+from star_elastic.verify import verify_folder
+
+SRC = Path(__file__).parents[1] / "src"
+WRITES = """
+import sys
+arguments = sys.argv[1:]
+out = arguments[arguments.index("--outfile") + 1]
+open(out, "w").write(" ".join([arguments[0], arguments[arguments.index("--outtype") + 1]]))
+"""
+FAILS = WRITES + "print('INFO: loading'); print('KeyError: no such architecture', file=sys.stderr); sys.exit(1)"
+SILENT = "print('nothing to do')"
+HANGS = WRITES + "import time; time.sleep(60)"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("export") / "model")
+
+
+@pytest.fixture(autouse=True)
+def no_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has is not found."""
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+
+def converter(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / SCRIPT).write_text(f"#!{sys.executable}\n{text}")
+    (folder / SCRIPT).chmod(0o755)
+    return folder
+
+
+def left(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_file_is_what_the_converter_wrote(model: Path, tmp_path: Path) -> None:
+    home = tmp_path / "out"
+    home.mkdir()
+    written = export_gguf(model, home / "m.gguf", kind="q8_0", converter=converter(tmp_path / "llama", WRITES))
+    assert written.read_text() == f"{model} q8_0" and left(home) == {"m.gguf"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(FAILS, "refuses the folder: KeyError: no such architecture"), (SILENT, "wrote no file: nothing to do")],
+)
+def test_a_failure_leaves_nothing_and_says_why(
+    text: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "out"
+    home.mkdir()
+    script = converter(tmp_path / "llama", text) / SCRIPT
+    assert main(["export", str(model), "--gguf", str(home / "m.gguf"), "--converter", str(script)]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and said in error
+    assert left(home) == set()
+
+
+def test_an_interrupt_ends_the_converter_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    home = tmp_path / "out"
+    home.mkdir()
+    script = converter(tmp_path / "llama", HANGS) / SCRIPT
+    command = [sys.executable, "-m", "star_elastic", "export", str(model), "--gguf", str(home / "m.gguf")]
+    process = subprocess.Popen(
+        [*command, "--converter", str(script)], env={"PYTHONPATH": str(SRC)}, stderr=subprocess.PIPE, text=True
+    )
+    while not list(home.glob(".*/m.gguf")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert "interrupted" in process.communicate()[1] and process.returncode == 2
+    assert left(home) == set()
+
+
+def test_where_the_converter_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConverterError, match="is not on PATH: git clone https://github.com/ggml-org/llama.cpp"):
+        find_converter()
+    on_path = converter(tmp_path / "bin", WRITES)
+    assert find_converter() == on_path / SCRIPT
+    in_variable = converter(tmp_path / "variable", WRITES)
+    monkeypatch.setenv("LLAMA_CPP", str(in_variable))
+    assert find_converter() == in_variable / SCRIPT
+    given = converter(tmp_path / "given", WRITES)
+    assert find_converter(given) == find_converter(given / SCRIPT) == given / SCRIPT
+    with pytest.raises(ConverterError, match="--converter is nowhere, where there is no convert_hf_to_gguf.py"):
+        find_converter("nowhere")
+    monkeypatch.setenv("LLAMA_CPP", "nowhere")
+    with pytest.raises(ConverterError, match="LLAMA_CPP is nowhere"):
+        find_converter()
+
+
+def test_what_is_refused_before_the_converter_runs(model: Path, tmp_path: Path) -> None:
+    llama = converter(tmp_path / "llama", FAILS)
+    with pytest.raises(ConverterError, match="unknown type 'Q8' of a GGUF file: did you mean 'Q8_0'"):
+        export_gguf(model, tmp_path / "m.gguf", kind="Q8", converter=llama)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        export_gguf(tmp_path / "nowhere", tmp_path / "m.gguf", converter=llama)
+    (tmp_path / "there.gguf").touch()
+    with pytest.raises(TargetError, match="exists: choose another name"):
+        export_gguf(model, tmp_path / "there.gguf", converter=llama)
+    with pytest.raises(TargetError, match="there is no folder"):
+        export_gguf(model, tmp_path / "no" / "m.gguf", converter=llama)
+    code = shutil.copytree(model, tmp_path / "code")
+    (code / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["code.T", None]}}))
+    with pytest.raises(CheckpointError, match="would run code that comes with the model"):
+        export_gguf(code, tmp_path / "m.gguf", converter=llama)
+
+
+def test_engines_are_named_where_they_know_the_model() -> None:
+    def names(pattern: str, **options: object) -> set[str]:
+        config = {"model_type": "nemotron_h", "hybrid_override_pattern": pattern}
+        return set(engine_commands(layout_of(config), "my model", **options))  # type: ignore[arg-type]
+
+    everywhere = {"vLLM", "SGLang", "llama.cpp", "Ollama, then"}
+    assert names("ME*E") == names("M-*-") == everywhere
+    assert names("ME*-") == {"vLLM", "SGLang"}  # llama.cpp has no model with both kinds of layer
+    assert names("ME*-", layers=(0, 1, 2)) == everywhere
+    assert names("ME*E", quantized=True) == {"vLLM", "SGLang"}
+    commands = engine_commands(layout_of({"model_type": "nemotron_h", "hybrid_override_pattern": "M*"}), "my model")
+    assert commands["vLLM"] == ["vllm serve 'my model'"]
+    assert commands["llama.cpp"][0] == "star-elastic export 'my model' --gguf 'my model.gguf'"
+
+
+def test_a_slice_without_experts_does_not_speak_of_them(tmp_path: Path) -> None:
+    """llama.cpp's converter takes a top-k, which transformers always writes, as a sign of experts."""
+    parent = tiny_folder(tmp_path / "parent", pattern="M*-")
+    assert "num_experts_per_tok" in json.loads((parent / "config.json").read_text())
+    slice_checkpoint(parent, tmp_path / "out", Submodel(widths={"hidden": 48}))
+    assert "num_experts_per_tok" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    report = verify_folder(tmp_path / "out", against=parent, forward=True)
+    assert report.ok, report.faults
