@@ -293,9 +293,8 @@ def run_slice(
             raise RemoteError("interrupted; what is finished is kept: the same command goes on from there") from None
         for report in reports:
             print(f"wrote {report.folder}: {report.tensors} tensors, {format_bytes(report.nbytes)}")
-            layers, quantized = report.submodel.layers, bool(plan.quantized)
-            commands = engine_commands(layout, str(report.folder), layers=layers, quantized=quantized)
-            print(*engine_lines(commands), sep="\n")
+            for line in _engine_lines(layout, report, bool(plan.quantized)):
+                print(line)
         if opened.fetch is not None:
             print(opened.fetch.checked())
         return reports
@@ -339,6 +338,14 @@ def _quantized_lines(plan: SlicePlan) -> list[str]:
         f"{note}transformers cannot load {which}; vLLM, SGLang and TensorRT-LLM can, and ElasticModel.from_pretrained, "
         "dequantizing it"
     ]
+
+
+def _engine_lines(layout: Layout, report: SliceReport, quantized: bool) -> list[str]:
+    """How to run a slice in other engines: they read its config, which cannot say widths per layer."""
+    submodel = report.submodel
+    if submodel.layer_widths:
+        return []
+    return list(engine_lines(engine_commands(layout, str(report.folder), layers=submodel.layers, quantized=quantized)))
 
 
 def _fetch_lines(opened: OpenedSource, plan: SlicePlan) -> list[str]:
