@@ -56,23 +56,9 @@ def record_faults(folder: Path, layout: Layout) -> tuple[list[Fault], str]:
     faults: list[Fault] = []
     seen = []
     record = read_front_matter(folder).get(RECORD)
-    if isinstance(record, Mapping):
+    if record is not None:
         seen.append(CARD)
-        own = layout.complete({})
-        facts = {
-            **{f"width of {axis}": width for axis, width in own.items()},
-            "number of layers": layout.num_layers,
-            "parameters": cost.params(layout, {}),
-        }
-        widths, layers = record.get("widths") or {}, record.get("layers")
-        said = {
-            **{f"width of {axis}": width for axis, width in widths.items()},
-            "number of layers": layout.num_layers if layers is None else len(layers),
-            "parameters": record.get("params"),
-        }
-        for fact in {**facts, **said}:
-            if facts.get(fact) != said.get(fact):
-                faults.append(Fault(f"{CARD}: {fact}", f"{facts.get(fact)}, as {CONFIG} says", f"{said.get(fact)}"))
+        faults += _card_faults(record, layout)
     if (folder / FILE_NAME).exists():
         seen.append(FILE_NAME)
         try:
@@ -80,3 +66,23 @@ def record_faults(folder: Path, layout: Layout) -> tuple[list[Fault], str]:
         except ElasticError as error:
             faults.append(Fault(FILE_NAME, f"nested models of {CONFIG}", str(error)))
     return faults, " and ".join(seen)
+
+
+def _card_faults(record: Any, layout: Layout) -> list[Fault]:
+    """What the model card says of widths, layers and parameters, where config.json says otherwise."""
+    widths = record.get("widths") if isinstance(record, Mapping) else None
+    layers = record.get("layers") if isinstance(record, Mapping) else None
+    if not isinstance(widths, Mapping) or not isinstance(layers, list | None):
+        return [Fault(f"{CARD}: {RECORD}", "widths, layers and params", f"{record!r}")]
+    own = {f"width of {axis}": width for axis, width in layout.complete({}).items()}
+    own |= {"number of layers": layout.num_layers, "parameters": cost.params(layout, {})}
+    said = {f"width of {axis}": width for axis, width in widths.items()}
+    said |= {
+        "number of layers": layout.num_layers if layers is None else len(layers),
+        "parameters": record.get("params"),
+    }
+    return [
+        Fault(f"{CARD}: {fact}", f"{own.get(fact)}, as {CONFIG} says", f"{said.get(fact)}")
+        for fact in {**own, **said}
+        if own.get(fact) != said.get(fact)
+    ]
