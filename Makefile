@@ -47,11 +47,13 @@ $(MODELOPT)/.ready:
 test-modelopt: $(READY) $(MODELOPT)/.ready
 	OMP_NUM_THREADS=1 MODELOPT_PYTHON=$(CURDIR)/$(MODELOPT)/bin/python $(BIN)/python -m pytest -m modelopt
 
-# llama.cpp's converter is published in the source distribution of llama-cpp-python, which needs no building for that.
+# llama.cpp's converter is published in the source distribution of llama-cpp-python, which needs no building for that. It runs
+# under our own Python; what else it wants lies in a folder beside.
 $(ENGINES)/llama/.ready:
 	$(PYTHON) -m venv $(ENGINES)/llama
 	$(ENGINES)/llama/bin/python -m pip install --quiet 'xllamacpp==2026.10.11549'
 	$(ENGINES)/llama/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -d $(ENGINES) 'llama-cpp-python==0.3.36'
+	$(ENGINES)/llama/bin/python -m pip install --quiet --target $(ENGINES)/converter 'sentencepiece==0.2.3'
 	tar -xzf $(ENGINES)/llama_cpp_python-0.3.36.tar.gz -C $(ENGINES)
 	@touch $@
 
@@ -65,7 +67,7 @@ $(ENGINES)/vllm/.ready:
 test-engines: $(READY) $(ENGINES)/llama/.ready $(ENGINES)/vllm/.ready
 	LLAMA_CPP=$(CURDIR)/$(ENGINES)/llama_cpp_python-0.3.36/vendor/llama.cpp \
 	XLLAMACPP_PYTHON=$(CURDIR)/$(ENGINES)/llama/bin/python VLLM_PYTHON=$(CURDIR)/$(ENGINES)/vllm/bin/python \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engines -s
+	PYTHONPATH=$(CURDIR)/$(ENGINES)/converter OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engines -s
 
 bench: $(READY)
 	@for script in benchmarks/slice_io.py benchmarks/lens.py benchmarks/score.py benchmarks/train_step.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -68,7 +68,11 @@ def test_the_file_is_what_the_converter_wrote(model: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(FAILS, "refuses the folder: KeyError: no such architecture"), (SILENT, "wrote no file: nothing to do")],
+    [
+        (FAILS, "refuses the folder: KeyError: no such architecture"),
+        ("import no_such_package", "No module named 'no_such_package'; install llama.cpp's requirements"),
+        (SILENT, "wrote no file: nothing to do"),
+    ],
 )
 def test_a_failure_leaves_nothing_and_says_why(
     text: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -96,6 +100,16 @@ def test_an_interrupt_ends_the_converter_and_leaves_nothing(model: Path, tmp_pat
     process.send_signal(signal.SIGINT)
     assert "interrupted" in process.communicate()[1] and process.returncode == 2
     assert left(home) == set()
+
+
+def test_another_python_runs_it(model: Path, tmp_path: Path) -> None:
+    llama = converter(tmp_path / "llama", "import sys; sys.exit('no')")
+    other = tmp_path / "python"
+    other.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import sys; open(sys.argv[4], chr(119))' \"$@\"\n")
+    other.chmod(0o755)
+    assert export_gguf(model, tmp_path / "m.gguf", converter=llama, python=other).exists()
+    with pytest.raises(ConverterError, match="--python nowhere is no program"):
+        export_gguf(model, tmp_path / "n.gguf", converter=llama, python="nowhere")
 
 
 def test_where_the_converter_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +162,11 @@ def test_engines_are_named_where_they_know_the_model() -> None:
 
 
 def test_a_slice_without_experts_does_not_speak_of_them(tmp_path: Path) -> None:
-    """llama.cpp's converter takes a top-k, which transformers always writes, as a sign of experts."""
+    """llama.cpp takes a top-k, which transformers always writes, as a sign of experts."""
     parent = tiny_folder(tmp_path / "parent", pattern="M*-")
-    assert "num_experts_per_tok" in json.loads((parent / "config.json").read_text())
+    told = {"num_experts_per_tok", "n_routed_experts", "n_shared_experts", "n_group", "topk_group"}
+    assert told <= json.loads((parent / "config.json").read_text()).keys()
     slice_checkpoint(parent, tmp_path / "out", Submodel(widths={"hidden": 48}))
-    assert "num_experts_per_tok" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not told & json.loads((tmp_path / "out" / "config.json").read_text()).keys()
     report = verify_folder(tmp_path / "out", against=parent, forward=True)
     assert report.ok, report.faults

@@ -257,6 +257,12 @@ def test_a_tied_head_with_numbers_of_its_own(tmp_path: Path) -> None:
     assert "tie_word_embeddings" in failed(verify_folder(tmp_path / "model"))["config"][0]
 
 
+@pytest.mark.parametrize("record", ["twelve", "{widths: [1]}", "{widths: {hidden: 48}, layers: 3}"])
+def test_a_record_that_is_none(record: str, single: Path) -> None:
+    (single / "README.md").write_text(f"---\nstar_elastic: {record}\n---\n")
+    assert "README.md: star_elastic: expected widths, layers and params" in failed(verify_folder(single))["record"][0]
+
+
 def test_elastic_json_of_another_model(home: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(home / "parent", tmp_path / "parent")
     (folder / "elastic.json").write_text(

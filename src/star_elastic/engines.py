@@ -46,8 +46,12 @@ SGLANG = Engine(
     families=EVERY_FAMILY - {"granitemoehybrid"},
     quantized=True,
 )
+# llama.cpp's converter does not understand the kinds of layers that transformers 5 writes for a Granite hybrid.
 LLAMA_CPP = Engine(
-    "llama.cpp", ("star-elastic export {path} --gguf {file}", "llama-cli -m {file} -p Hello"), one_kind=True
+    "llama.cpp",
+    ("star-elastic export {path} --gguf {file}", "llama-cli -m {file} -p Hello"),
+    families=EVERY_FAMILY - {"granitemoehybrid"},
+    one_kind=True,
 )
 OLLAMA = Engine("Ollama, then", ("echo FROM ./{file} > Modelfile", "ollama create {name} -f Modelfile"), one_kind=True)
 ENGINES = (VLLM, SGLANG, LLAMA_CPP, OLLAMA)

@@ -42,6 +42,7 @@ def export_gguf(
     *,
     kind: str = "BF16",
     converter: Path | str | None = None,
+    python: Path | str | None = None,
     progress: bool = True,
 ) -> Path:
     """Convert a transformers folder to one GGUF file.
@@ -51,6 +52,7 @@ def export_gguf(
         out: the file to write; it appears whole or not at all.
         kind: ``F32``, ``BF16``, ``F16`` or ``Q8_0``.
         converter: llama.cpp's folder, or the script in it; looked for in ``LLAMA_CPP`` and ``PATH`` if left out.
+        python: the Python to run it with, which has what llama.cpp's requirements list; this one if left out.
         progress: draw a progress bar on a terminal.
 
     Returns:
@@ -67,6 +69,9 @@ def export_gguf(
     folder, target = Path(folder), Path(out).absolute()
     kind = _known_kind(kind)
     script = find_converter(converter)
+    runner = shutil.which(str(python)) if python else sys.executable
+    if runner is None:
+        raise ConverterError(f"--python {python} is no program: give a Python that has llama.cpp's requirements")
     checkpoint = Checkpoint.open(folder)
     _refuse_code(folder)
     if own := own_widths_in(folder):
@@ -77,7 +82,7 @@ def export_gguf(
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         partial = scratch / target.name
-        command = [sys.executable, str(script), str(folder.absolute())]
+        command = [runner, str(script), str(folder.absolute())]
         command += ["--outfile", str(partial), "--outtype", kind.lower()]
         with progress_bar("convert", size, "bytes", shown=progress and sys.stderr.isatty()) as advance:
             said = _run(command, scratch / "said", lambda: partial.stat().st_size if partial.exists() else 0, advance)
@@ -153,5 +158,8 @@ def _run(command: list[str], log: Path, written: Callable[[], int], advance: Cal
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     last = lines[-1] if lines else "nothing"
     if process.returncode:
-        raise ConverterError(f"llama.cpp's converter refuses the folder: {last}")
+        hint = (
+            "; install llama.cpp's requirements, or give a --python that has them" if "No module named" in last else ""
+        )
+        raise ConverterError(f"llama.cpp's converter refuses the folder: {last}{hint}")
     return last

@@ -165,8 +165,8 @@ def _published_card(folder: Path, repo: str, base_model: str | None) -> tuple[by
     fields, body = split_card((folder / CARD).read_text(encoding="utf-8"))
     notes = []
     parent = base_model or fields.get("base_model")
-    if isinstance(parent, str) and HUB_NAME.fullmatch(parent):
-        fields["base_model"] = parent
+    if isinstance(parent, str) and (match := HUB_NAME.fullmatch(parent)):
+        fields["base_model"] = match["name"]
     elif isinstance(parent, str):
         del fields["base_model"]
         notes.append(f"the card names no parent on the hub ({parent!r} is none): say it with --base-model org/name")

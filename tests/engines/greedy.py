@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 NEW_TOKENS = 64
 NEAR_TIE = 1e-2
+KEEP = {"output_scores": True, "return_dict_in_generate": True}
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,15 @@ class Greedy:
         return next((n for n, margin in enumerate(self.margins) if margin < NEAR_TIE), len(self.tokens))
 
 
-def greedy(folder: Path, prompts: list[list[int]]) -> list[Greedy]:
-    """Continue prompts with transformers' ``generate`` in fp32."""
+def greedy(folder: Path, prompts: list[list[int]], never: list[int] | None = None) -> list[Greedy]:
+    """Continue prompts with transformers' ``generate`` in fp32; tokens of ``never`` are not taken."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    settings = GenerationConfig(
-        do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0, output_logits=True, return_dict_in_generate=True
-    )
+    settings = GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0, suppress_tokens=never)
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-        best = torch.cat(answer.logits).topk(2).values
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, **KEEP)
+        best = torch.cat(answer.scores).topk(2).values
         tokens = answer.sequences[0, len(prompt) :].tolist()
         assert len(tokens) == NEW_TOKENS
         found.append(Greedy(tokens, (best[:, 0] - best[:, 1]).tolist()))

@@ -22,6 +22,8 @@ def main(model: str, job_file: str, answer_file: str) -> None:
     params.n_gpu_layers = 0
     params.n_parallel = 1
     params.warmup = False
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it mixes in F16
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # F16 alone moves logits by tenths
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     server = xllamacpp.Server(params)
     tokens = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from greedy import NEW_TOKENS, greedy, run_engine
-from models import PARENTS, PROMPTS, tiny_slice
+from models import PROMPTS, tiny_slice
 
 from star_elastic import slice_checkpoint
 from star_elastic.demo import run_demo
@@ -25,6 +25,7 @@ pytestmark = [
     ),
 ]
 CONVERTER = Path(__file__).with_name("convert.py")
+EOS = 2  # llama.cpp goes on after the end by never taking its token
 SIZES = ("full", "mid", "small")
 
 
@@ -43,7 +44,7 @@ def compare(folder: Path, kind: str, scratch: Path) -> list[int]:
     file = export_gguf(folder, scratch / f"{kind}.gguf", kind=kind, converter=CONVERTER)
     found = run_engine(os.environ["XLLAMACPP_PYTHON"], "run_llama.py", file, PROMPTS, scratch)
     compared = []
-    for tokens, wanted in zip(found, greedy(folder, PROMPTS), strict=True):
+    for tokens, wanted in zip(found, greedy(folder, PROMPTS, never=[EOS]), strict=True):
         count = NEW_TOKENS if kind == "F32" else wanted.until_near_tie
         assert tokens[:count] == wanted.tokens[:count]
         compared.append(count)
@@ -58,6 +59,6 @@ def test_slices_of_a_trained_family(size: str, kind: str, elastic: Path, tmp_pat
     compare(tmp_path / size, kind, tmp_path)
 
 
-@pytest.mark.parametrize("name", list(PARENTS))
+@pytest.mark.parametrize("name", ["nemotron_h", "llama", "qwen3", "qwen3_moe", "mixtral"])
 def test_slices_of_every_family(name: str, tmp_path: Path) -> None:
     assert compare(tiny_slice(name, tmp_path), "F32", tmp_path) == [NEW_TOKENS] * len(PROMPTS)

@@ -19,6 +19,9 @@ def export_verb(
         Path | None,
         typer.Option(metavar="PATH", help="llama.cpp's folder; LLAMA_CPP and PATH are searched if left out."),
     ] = None,
+    python: Annotated[
+        str | None, typer.Option(metavar="PROGRAM", help="Python to run it with; this one if left out.")
+    ] = None,
 ) -> None:
     """Convert a folder to one GGUF file with llama.cpp's own converter, which must be on this machine.
 
@@ -29,7 +32,7 @@ def export_verb(
     from star_elastic.export import export_gguf
     from star_elastic.units import format_bytes
 
-    written = export_gguf(folder, gguf, kind=kind, converter=converter)
+    written = export_gguf(folder, gguf, kind=kind, converter=converter, python=python)
     print(f"wrote {written}: {format_bytes(written.stat().st_size)}")
     print(f"run it: llama-cli -m {written} -p Hello")
 

@@ -60,6 +60,8 @@ ALIASES = {
     "mamba_conv_bias": "use_conv_bias",
 }
 
+EXPERT_COUNTS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group")
+
 # Axis -> config field.
 FIELDS = {
     "hidden": "hidden_size",
@@ -268,8 +270,8 @@ def json_fields(config: Config) -> dict[str, Any]:
 
 
 def idle_fields(config: Config) -> Collection[str]:
-    """transformers writes a top-k for models without experts too, and llama.cpp's converter then expects experts."""
-    return () if MOE in config["layers_block_type"] else ("num_experts_per_tok",)
+    """transformers writes numbers of experts for models without any too, which llama.cpp then expects."""
+    return () if MOE in config["layers_block_type"] else EXPERT_COUNTS
 
 
 FAMILY = Family("nemotron_h", layout, config_edits, json_fields, idle_fields)

@@ -57,25 +57,9 @@ def record_faults(folder: Path, layout: Layout) -> tuple[list[Fault], str]:
     faults: list[Fault] = []
     seen = []
     record = read_front_matter(folder).get(RECORD)
-    if isinstance(record, Mapping):
+    if record is not None:
         seen.append(CARD)
-        facts = {
-            **{f"width of {axis}": width for axis, width in layout_of(read_config(folder)).complete({}).items()},
-            **_by_layer(layout.own_widths),
-            "number of layers": layout.num_layers,
-            "parameters": cost.params(layout, {}),
-        }
-        widths, layers = record.get("widths") or {}, record.get("layers")
-        number = {layer: number for number, layer in enumerate(layers or range(layout.num_layers))}
-        said = {
-            **{f"width of {axis}": width for axis, width in widths.items()},
-            **_by_layer(record.get("layer_widths") or {}, number),
-            "number of layers": layout.num_layers if layers is None else len(layers),
-            "parameters": record.get("params"),
-        }
-        for fact in {**facts, **said}:
-            if facts.get(fact) != said.get(fact):
-                faults.append(Fault(f"{CARD}: {fact}", f"{facts.get(fact)}, as {CONFIG} says", f"{said.get(fact)}"))
+        faults += _card_faults(record, folder, layout)
     if (folder / FILE_NAME).exists():
         seen.append(FILE_NAME)
         try:
@@ -96,3 +80,26 @@ def _by_layer(widths: LayerWidths, number: Mapping[int, int] | None = None) -> d
         for axis, own in widths.items()
         for layer, width in own.items()
     }
+
+
+def _card_faults(record: Any, folder: Path, layout: Layout) -> list[Fault]:
+    """What the model card says of widths, layers and parameters, where config.json says otherwise."""
+    widths = record.get("widths") if isinstance(record, Mapping) else None
+    layers = record.get("layers") if isinstance(record, Mapping) else None
+    if not isinstance(widths, Mapping) or not isinstance(layers, list | None):
+        return [Fault(f"{CARD}: {RECORD}", "widths, layers and params", f"{record!r}")]
+    widest = layout_of(read_config(folder)).complete({})
+    number = {layer: number for number, layer in enumerate(layers or range(layout.num_layers))}
+    own = {f"width of {axis}": width for axis, width in widest.items()} | _by_layer(layout.own_widths)
+    own |= {"number of layers": layout.num_layers, "parameters": cost.params(layout, {})}
+    said = {f"width of {axis}": width for axis, width in widths.items()}
+    said |= _by_layer(record.get("layer_widths") or {}, number)
+    said |= {
+        "number of layers": layout.num_layers if layers is None else len(layers),
+        "parameters": record.get("params"),
+    }
+    return [
+        Fault(f"{CARD}: {fact}", f"{own.get(fact)}, as {CONFIG} says", f"{said.get(fact)}")
+        for fact in {**own, **said}
+        if own.get(fact) != said.get(fact)
+    ]
