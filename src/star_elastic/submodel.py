@@ -29,6 +29,7 @@ FORMAT_VERSION = 1
 PER_LAYER_VERSION = 2  # of files that say widths per layer, which a reader of version 1 would cut wrong
 FILE_NAME = "elastic.json"
 FULL = "full"
+MOST_DEPTH = 100
 
 
 def _layer_number(key: Any) -> Any:
@@ -271,16 +272,40 @@ def read_json(path: Path) -> dict[str, Any]:
         return seen
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text, object_pairs_hook=unique)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
     except RecursionError:
         raise CheckpointError(f"{path} cannot be read as JSON: it is nested too deeply") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:  # among them bytes that are no text, and numbers of thousands of digits
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    if is_deeper(content, MOST_DEPTH):
+        raise CheckpointError(f"{path} cannot be read as JSON: it is nested too deeply")
+    if "\\ud" in text.lower() and not is_text(json.dumps(content, ensure_ascii=False)):
+        raise CheckpointError(f"{path} holds half of a surrogate pair, which is no text")
     return content
+
+
+def is_deeper(content: Any, depth: int) -> bool:
+    """Whether objects and lists lie in each other more than ``depth`` deep: what writes them again would recurse so far."""
+    level = [content]
+    for _ in range(depth):
+        level = [inner for outer in level if isinstance(outer, dict) for inner in outer.values()] + [
+            inner for outer in level if isinstance(outer, list) for inner in outer
+        ]
+    return any(isinstance(inner, dict | list) for inner in level)
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:

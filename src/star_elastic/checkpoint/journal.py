@@ -31,9 +31,10 @@ class Journal:
         """Tensors that are finished, of the same work; 0 where nothing of it is left."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            return int(content["done"]) if content["fingerprint"] == self._fingerprint else 0
+            done = content["done"] if content["fingerprint"] == self._fingerprint else 0
         except (OSError, ValueError, TypeError, KeyError):
             return 0
+        return done if isinstance(done, int) and done > 0 else 0
 
     def record(self, done: int) -> None:
         """Say that ``done`` tensors are on the disk; the caller has synced them."""

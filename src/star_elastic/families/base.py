@@ -13,6 +13,12 @@ from star_elastic.layout import Layout, Row, parse_dims
 Config = Mapping[str, Any]
 """A parsed config.json."""
 
+MOST = {"num_hidden_layers": 1024, "n_routed_experts": 4096, "num_local_experts": 4096}
+"""Field -> largest number that is believed: each layer and expert gets tensors with names of their own."""
+
+LARGEST = 2**22
+"""The same for all other sizes. A damaged config must not run us out of memory."""
+
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
@@ -81,10 +87,26 @@ def positive(config: Config, *names: str) -> dict[str, int]:
         CheckpointError: one is missing or is something else.
     """
     for name in names:
-        value = config.get(name)
+        value, most = config.get(name), MOST.get(name, LARGEST)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(f"config.json: {name} must be a positive whole number, not {value!r}")
+        if value > most:
+            raise CheckpointError(
+                f"config.json: {name} is {value}, and no model has more than {most}: it must be damaged"
+            )
     return {name: config[name] for name in names}
+
+
+def kinds_of_layers(config: Config, name: str, kinds: Sequence[str]) -> list[str]:
+    """Read a field that gives each of ``num_hidden_layers`` one of ``kinds``.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value, count = config.get(name), config["num_hidden_layers"]
+    if not isinstance(value, list) or len(value) != count or any(kind not in kinds for kind in value):
+        raise CheckpointError(f"config.json: {name} must be {count} of {' and '.join(kinds)}, not {value!r}")
+    return value
 
 
 def divides(config: Config, part: str, whole: str) -> None:

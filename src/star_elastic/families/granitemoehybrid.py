@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from star_elastic.axes import Coupling
-from star_elastic.errors import CheckpointError
 from star_elastic.families import parts
-from star_elastic.families.base import Config, Family, Table, divides, positive
+from star_elastic.families.base import Config, Family, Table, divides, kinds_of_layers, positive
 from star_elastic.layout import Layout, Router, Row, Tap, Unit
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
@@ -75,12 +74,9 @@ def normalise(config: Config) -> dict[str, Any]:
     positive(full, "mamba_d_head")
     divides(full, "mamba_n_groups", "mamba_n_heads")
     kinds = full["layer_types"] or [MAMBA] * full["num_hidden_layers"]
-    full["layer_types"] = [LEGACY_KINDS.get(kind, kind) for kind in kinds]
-    unknown = set(full["layer_types"]) - {MAMBA, ATTENTION}
-    if unknown or len(kinds) != full["num_hidden_layers"]:
-        raise CheckpointError(
-            f"config.json: layer_types must be {full['num_hidden_layers']} of {MAMBA} and {ATTENTION}, not {kinds}"
-        )
+    if isinstance(kinds, list):
+        kinds = [LEGACY_KINDS.get(str(kind), kind) for kind in kinds]
+    full["layer_types"] = kinds_of_layers({**full, "layer_types": kinds}, "layer_types", (MAMBA, ATTENTION))
     return full
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from star_elastic.errors import CheckpointError
 from star_elastic.families import parts
-from star_elastic.families.base import Config, Family, Table
+from star_elastic.families.base import Config, Family, Table, kinds_of_layers
 from star_elastic.layout import Layout, Tap
 
 # What transformers assumes for a field that config.json leaves out.
@@ -63,12 +64,17 @@ def config_edits(config: Config, widths: Mapping[str, int], layers: Sequence[int
 
 
 def attention_kinds(config: Config) -> list[str]:
-    """Whether each layer attends to everything or to a window: listed, or by transformers' rule for a list that is missing."""
-    listed: list[str] | None = config.get("layer_types")
-    if listed is not None:
-        return listed
+    """Whether each layer attends to everything or to a window: listed, or by transformers' rule for a list that is missing.
+
+    Raises:
+        CheckpointError: the list, or the number that the rule needs, is something else.
+    """
+    if config.get("layer_types") is not None:
+        return kinds_of_layers(config, "layer_types", ("full_attention", "sliding_attention"))
     slides = config.get("use_sliding_window", False) and config.get("sliding_window", 4096) is not None
     first = config.get("max_window_layers", 28) if slides else config["num_hidden_layers"]
+    if not isinstance(first, int):
+        raise CheckpointError(f"config.json: max_window_layers must be a whole number, not {first!r}")
     return ["sliding_attention" if n >= first else "full_attention" for n in range(config["num_hidden_layers"])]
 
 

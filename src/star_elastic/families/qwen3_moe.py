@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from star_elastic.errors import CheckpointError
 from star_elastic.families import parts
 from star_elastic.families.base import Config, Family, Table
 from star_elastic.layout import Layout, Router, Tap, Unit
@@ -49,8 +50,14 @@ def normalise(config: Config) -> dict[str, Any]:
 
 
 def dense_layers(config: Config) -> list[int]:
-    """Numbers of the layers with a dense MLP."""
-    listed, step = config["mlp_only_layers"] or (), config["decoder_sparse_step"]
+    """Numbers of the layers with a dense MLP.
+
+    Raises:
+        CheckpointError: they are not given as a list.
+    """
+    listed, step = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
+    if not isinstance(listed, list):
+        raise CheckpointError(f"config.json: mlp_only_layers must be a list of layer numbers, not {listed!r}")
     return [n for n in range(config["num_hidden_layers"]) if n in listed or (n + 1) % step]
 
 

@@ -79,8 +79,9 @@ def read_declared(folder: Path, config: Mapping[str, Any]) -> Declared | None:
 
 
 def _check_method(folder: Path, section: Any) -> None:
-    method = section.get("quant_method") if isinstance(section, dict) else section
-    producer = section.get("producer") if isinstance(section, dict) else None
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{folder}: config.json: {SECTION} must be an object, not {section!r}")
+    method, producer = section.get("quant_method"), section.get("producer")
     if method is None and isinstance(producer, dict):
         method = producer.get("name")
     if method != METHOD:
