@@ -61,7 +61,7 @@ def change(folder: Path, edit: Callable[[Tensors], Any]) -> Path:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "is quantized (bitsandbytes)"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "is quantized (fp8)"),
         ({"quant_method": "mxfp4"}, "is quantized (mxfp4)"),
-        ("odd", "is quantized (odd)"),
+        ("odd", "quantization_config must be an object, not 'odd'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "is quantized as NVFP4_AWQ of ModelOpt"),
         ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, "is quantized as FP8_PB_WO of ModelOpt"),
         ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "is quantized as MXFP8 of ModelOpt"),

@@ -97,7 +97,7 @@ def test_full_cannot_get_another_meaning_in_memory_either(parent: Path) -> None:
     ("config", "message"),
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantized (fp8)"),
-        ({"quantization_config": "odd"}, "is quantized (odd)"),
+        ({"quantization_config": "odd"}, "quantization_config must be an object, not 'odd'"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is larger than n_routed_experts 8"),
         ({"topk_group": 2}, "topk_group 2 is larger than n_group 1"),
         ({"chunk_size": 0}, "chunk_size must be a positive whole number, not 0"),
