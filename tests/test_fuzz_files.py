@@ -34,7 +34,7 @@ from star_elastic.submodel import ElasticConfig, Submodel
 FAST = settings(
     max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
-LONG = settings(FAST, max_examples=1500, derandomize=False, print_blob=True)
+LONG = settings(FAST, max_examples=150, derandomize=False, print_blob=True)
 SECONDS, MOST_BYTES = 20, 2**30  # of the processor; beyond what the process has already
 HEADER, INDEX = "model-00001-of-", "model.safetensors.index.json"
 FILES = {
