@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quantized import quantized_folder
@@ -32,7 +33,7 @@ from star_elastic.cli import main
 from star_elastic.submodel import ElasticConfig, Submodel
 
 FAST = settings(
-    max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 LONG = settings(FAST, max_examples=150, derandomize=False, print_blob=True)
 SECONDS, MOST_BYTES = 20, 2**30  # of the processor; beyond what the process has already
@@ -81,8 +82,11 @@ def parent(kind: str) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cleaned_up() -> Iterator[None]:
-    yield
+def _prepared() -> Iterator[None]:
+    """Build the command line once, which takes longer than what is tested; remove the parents in the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
     shutil.rmtree(work())
     work.cache_clear()
     parent.cache_clear()
@@ -168,7 +172,7 @@ VALUES = st.one_of(
         [None, True, False, "", "modelopt", "FP8", "mamba", "../x", "\x00", "\ud800", "F4", "x" * 5000, [], {}, [[]]]
     ),
     st.lists(NUMBERS, max_size=5),
-    st.dictionaries(st.text(max_size=4), NUMBERS, max_size=3),
+    st.dictionaries(st.text("ab.é\x00", max_size=4), NUMBERS, max_size=3),
     st.recursive(st.none(), lambda inner: st.lists(inner, max_size=2)),
 )
 BYTES = st.builds(Bytes, st.integers(0, 2**20), st.integers(0, 40), st.binary(max_size=12))
