@@ -126,11 +126,11 @@ def make_parent(folder: Path, gb: float, *, shards: int = 1, fused: bool = True)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = []
     for unit, row in layout_of(config).tensors():
-        if row.name.endswith("experts.down_proj") or (row.unrolled and not fused):
-            members = range(row.dims[0].size)
-            tensors += [Noise(unit.disk_name(row, member=member), row.shape[1:]) for member in members]
-        else:
+        if row.unrolled and fused and row.name.endswith("up_proj"):
             tensors.append(Noise(unit.name(row), row.shape))
+        else:
+            shape = row.shape[1:] if row.unrolled else row.shape
+            tensors += [Noise(name, shape) for name in unit.disk_names(row)]
     write_weights(folder, tensors, max_shard_bytes=round(gb * 1e9 / shards * 1.05))
     return folder
 

@@ -30,6 +30,8 @@ from tiny import FAMILIES, tiny_folder
 from torch import Tensor
 
 from star_elastic.cli import main
+from star_elastic.errors import ElasticError
+from star_elastic.families import FAMILIES as FAMILIES_HERE
 from star_elastic.submodel import ElasticConfig, Submodel
 
 FAST = settings(
@@ -280,3 +282,21 @@ def test_some_edits(data: st.DataObject, file: str) -> None:
 @given(data=st.data())
 def test_many_edits(data: st.DataObject, file: str) -> None:
     check_edit(file, data.draw(edits_of(file)))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_field_of_every_config(kind: str) -> None:
+    """A field that holds the wrong kind of thing, or far too much of it, is refused or does not matter."""
+    saved = json.loads((parent("bf16" if kind == "nemotron_h" else kind) / "config.json").read_text())
+    family = FAMILIES_HERE[kind]
+    for name in saved.keys() - {"model_type"}:
+        for value in (None, True, "x", "", -1, 0, 1.5, 10**18, [], {}, [[]], [None] * 5, ["x"] * 5, {"x": []}):
+            config = {**saved, name: value}
+            try:
+                with bounded():
+                    family.layout(config)
+                    family.child_config(config, {}, None)
+            except ElasticError as error:
+                assert "\n" not in str(error)
+            except Exception as error:
+                raise AssertionError(f"{name}: {value!r}: {error!r}") from error

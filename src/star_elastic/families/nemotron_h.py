@@ -196,7 +196,7 @@ def layer_unit(table: Table, config: Config, number: int) -> Unit:
         biases = {"bias": config["use_bias"], "conv_bias": config["use_conv_bias"]}
         rows = parts.mamba_rows(table, "mixer", config["n_groups"], formats, **biases)
         taps += parts.mamba_taps("mixer")
-        states = parts.mamba_states(table, ITEMSIZE.get(config["mamba_ssm_cache_dtype"], 4))
+        states = parts.mamba_states(table, ITEMSIZE.get(str(config["mamba_ssm_cache_dtype"]), 4))
     elif kind == ATTENTION:
         rows = parts.attention_rows(table, "mixer", SPARED)
         taps += parts.attention_taps("mixer")
