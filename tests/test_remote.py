@@ -31,11 +31,13 @@ from star_elastic.submodel import ElasticConfig, Submodel
 SRC = Path(__file__).parents[1] / "src"
 CUT = Submodel(widths={"hidden": 48, "expert_ffn": 16, "mamba_heads": 4, "experts": 4})
 SMALL = Submodel(widths={"hidden": 32, "heads": 4})
+PATTERN = "ME*"
+HALFWAY = 40  # requests, of 61 for CUT; the first 22 are for small files and headers
 
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_folder(tmp_path_factory.mktemp("remote") / "tiny", sharded=True)
+    folder = tiny_folder(tmp_path_factory.mktemp("remote") / "tiny", sharded=True, pattern=PATTERN)
     ElasticConfig(family="nemotron_h", submodels={"cut": CUT, "small": SMALL}).save(folder)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "LICENSE").write_text("free")
@@ -108,7 +110,7 @@ def test_gaps_and_units_of_real_size(hub: HubServer, tmp_path: Path, monkeypatch
 
 
 def test_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with HubServer(tiny_folder(tmp_path / "tiny")) as server:
+    with HubServer(tiny_folder(tmp_path / "tiny", pattern=PATTERN)) as server:
         use(server, monkeypatch)
         check_from_hub(server, tmp_path)
 
@@ -320,7 +322,7 @@ def test_faults_that_do_not_pass(
     hub: HubServer, tmp_path: Path, fault: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def strike() -> None:
-        if len(hub.fetched) > 40:
+        if len(hub.fetched) > HALFWAY:
             setattr(hub.faults, fault, 1)
 
     hub.faults.wait = strike
@@ -364,7 +366,7 @@ def test_going_on_after_an_error(hub: HubServer, tmp_path: Path) -> None:
     """The second run fetches only what the first did not finish."""
 
     def strike() -> None:
-        if len(hub.fetched) > 60:
+        if len(hub.fetched) > HALFWAY:
             hub.faults.busy = 1
 
     hub.faults.wait = strike
@@ -390,7 +392,7 @@ def test_going_on_after_an_error(hub: HubServer, tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["another size", "another commit"])
 def test_other_work_is_not_continued(hub: HubServer, tmp_path: Path, change: str) -> None:
     def strike() -> None:
-        if len(hub.fetched) > 60:
+        if len(hub.fetched) > HALFWAY:
             hub.faults.busy = 1
 
     hub.faults.wait = strike
@@ -402,7 +404,7 @@ def test_other_work_is_not_continued(hub: HubServer, tmp_path: Path, change: str
         submodel = CUT.model_copy(update={"widths": {**CUT.widths, "hidden": 40}})
     else:
         hub.commit = COMMIT[::-1]
-        hub.folder = tiny_folder(tmp_path / "tiny", sharded=True, seed=1)
+        hub.folder = tiny_folder(tmp_path / "tiny", sharded=True, seed=1, pattern=PATTERN)
     slice_checkpoint(hub.name, tmp_path / "a" / "out", submodel)
     slice_checkpoint(hub.folder, tmp_path / "b" / "out", submodel)
     check_same(tmp_path / "a" / "out", tmp_path / "b" / "out")
@@ -427,7 +429,7 @@ def test_going_on_after_a_signal(hub: HubServer, tmp_path: Path, how: signal.Sig
     reached, go = threading.Event(), threading.Event()
 
     def wait() -> None:
-        if len(hub.fetched) > 80:
+        if len(hub.fetched) > HALFWAY:
             reached.set()
             go.wait(30)
 
