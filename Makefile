@@ -70,7 +70,7 @@ test-engines: $(READY) $(ENGINES)/llama/.ready $(ENGINES)/vllm/.ready
 	PYTHONPATH=$(CURDIR)/$(ENGINES)/converter OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engines -s
 
 bench: $(READY)
-	@for script in benchmarks/slice_io.py benchmarks/lens.py benchmarks/score.py benchmarks/train_step.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in benchmarks/slice_io.py benchmarks/slice_obvious.py benchmarks/lens.py benchmarks/score.py benchmarks/train_step.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py

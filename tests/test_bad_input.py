@@ -62,6 +62,15 @@ def bad_elastic(folder: Path) -> None:
     (folder / "elastic.json").write_text('{"format_version": 99}')
 
 
+def config_with(text: str) -> Callable[[Path], object]:
+    """Put a further field, given as JSON text, into config.json."""
+
+    def spoil(folder: Path) -> None:
+        rewrite(folder / "config.json", lambda content: content.rstrip()[:-1] + f', "extra": {text}}}'.encode())
+
+    return spoil
+
+
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing folder": (shutil.rmtree, "does not exist"),
     "no weights": (drop_weights, "holds no weights"),
@@ -72,6 +81,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "shape against config": (other_shapes, "has shape [64, 32]; config.json says [64, 36]"),
     "unknown family": (other_family, "model_type 'lama' is not a family"),
     "config is no JSON": (bad_config, "cannot be read as JSON"),
+    "config of thousands of digits": (config_with("7" * 5000), "cannot be read as JSON"),
+    "config nested deeply": (config_with("[" * 200 + "]" * 200), "it is nested too deeply"),
+    "config with half a character": (config_with(r'"\ud800"'), "holds half of a surrogate pair"),
     "elastic.json of the future": (bad_elastic, "format_version 99"),
 }
 
