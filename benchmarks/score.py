@@ -64,9 +64,7 @@ def read_options() -> argparse.Namespace:
     """Sizes of the parent and of the data."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument(
-        "--pattern", default="MEM*EMEMEM*E", help="kinds of layer: M Mamba-2, E experts, * attention, - MLP"
-    )
+    parser.add_argument("--pattern", default="MEM*EMEMEM*E", help="kinds of layer: M Mamba-2, E experts, * attention, - MLP")
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
@@ -179,8 +177,7 @@ def show(setting: dict[str, Any], ratio: dict[str, float], runs: dict[str, dict[
     console = Console(width=110)
     console.print(", ".join(f"{name} {value}" for name, value in setting.items()), highlight=False)
     console.print(
-        f"scoring / bare forward: {ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}), aim {AIM}",
-        highlight=False,
+        f"scoring / bare forward: {ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}), aim {AIM}", highlight=False
     )
     table = Table()
     for heading in ("scored", "seconds", "peak MiB"):
