@@ -22,14 +22,11 @@ import torch
 from transformers import NemotronHForCausalLM
 
 from star_elastic.checkpoint import target_folder
-from star_elastic.demo.pretrain import mixture, next_token_loss, parent_config, train_parent
+from star_elastic.demo.pretrain import parent_config, pretrain, train_parent
 from star_elastic.demo.settings import FULL, Settings
 from star_elastic.demo.task import write_data
 from star_elastic.demo.tokenizer import write_tokenizer
-from star_elastic.progress import progress_bar
-from star_elastic.train.data import open_documents, pad_token, training_loader
 from star_elastic.train.documents import load_tokenizer
-from star_elastic.train.schedule import learning_rate
 
 PATTERN = "ME*E"
 EXPERTS = {"n_routed_experts": 16, "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 16}
@@ -73,7 +70,7 @@ def train_experts(out: Path, data: Path, settings: Settings, *, balance: bool = 
     routers = [layer.mixer.gate for layer in model.model.layers if hasattr(layer.mixer, "gate")] if balance else []
     for router in routers:
         router.register_forward_hook(level)
-    train(model, data, tokenizer, settings)
+    pretrain(model, data, tokenizer, settings, progress=True)
     with target_folder(out, data) as folder:
         model.eval().save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -85,30 +82,6 @@ def level(router: Any, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor, t
     _, _, chosen = output
     load = torch.bincount(chosen.flatten(), minlength=router.num_experts).float()
     router.e_score_correction_bias += BIAS_STEP * (load.mean() - load).sign()
-
-
-def train(model: Any, data: Path, tokenizer: Any, settings: Settings) -> None:
-    """Next-token prediction on the demo's mixture, as the demo's parent has it."""
-    recipe, steps, peak = mixture(data), settings.parent_steps, settings.peak_lr
-    loader = training_loader(
-        open_documents(recipe, tokenizer),
-        recipe,
-        length=settings.length,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        pad=pad_token(tokenizer),
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.0)
-    with progress_bar("training", steps, "steps") as advance:
-        for step, batch in zip(range(steps), loader, strict=False):
-            rate = learning_rate(step, steps, peak=peak, floor=peak / 20, warmup=steps // 20)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.zero_grad()
-            next_token_loss(model, batch["input_ids"], batch["attention_mask"]).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            advance(1)
 
 
 KINDS: dict[str, Callable[[Path, Path, Settings], None]] = {

@@ -32,26 +32,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import NemotronHForCausalLM
 
 from star_elastic.budget import Budget
 from star_elastic.candidates import candidates
 from star_elastic.combinations import Combinations
-from star_elastic.demo.pretrain import mixture, next_token_loss, parent_config
+from star_elastic.demo.pretrain import mixture, parent_config, pretrain, random_model
 from star_elastic.demo.settings import FULL
 from star_elastic.demo.task import HELD_OUT_ROWS, HELD_OUT_TEXT
 from star_elastic.elastic import ElasticModel
 from star_elastic.evaluate import held_out_kd, held_out_loss
+from star_elastic.families import family_of
 from star_elastic.layout import Layout
 from star_elastic.loading import no_bars
 from star_elastic.score import score_parent
 from star_elastic.sort import sort_parent
 from star_elastic.submodel import ElasticConfig, Submodel
 from star_elastic.train import train_family
-from star_elastic.train.data import Batch, calibration_batches, open_documents, pad_token, training_loader
+from star_elastic.train.data import Batch, calibration_batches
 from star_elastic.train.documents import load_tokenizer
 from star_elastic.train.recipe import Recipe
-from star_elastic.train.schedule import learning_rate
 
 BUDGETS = {"full": 1.0, "mid": 0.75, "small": 0.5}  # shares of all parameters
 NESTED = ("mid", "small")
@@ -65,7 +64,6 @@ CANDIDATES = {
 TOLERANCE = 0.05
 SKEWED = {"full": 0.5, "mid": 0.3, "small": 0.2}
 LONG = 4  # times the row length
-SCRATCH_LR = 3e-3
 ELASTIC_LR = 1e-3
 HELD_OUT_ROWS_READ = 120
 
@@ -269,12 +267,10 @@ def parent(job: Job) -> dict[str, Any]:
 
 def scratch(job: Job, name: str, share: float) -> dict[str, Any]:
     """The same widths from random weights, trained as the demo's parent is."""
-    torch.manual_seed(job.seed)
     tokenizer = load_tokenizer(job.data / "tokenizer")
-    model = NemotronHForCausalLM(child_of(job, job.chosen()[name], len(tokenizer))).train()
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(10)
-    tokens = pretrain(model, job, tokenizer, round(share * job.steps))
+    model = random_model(child_of(job, job.chosen()[name], len(tokenizer)), job.seed)
+    settings = replace(FULL, seed=job.seed, parent_steps=round(share * job.steps))
+    tokens = pretrain(model, job.data, tokenizer, settings, progress=False)
     elastic = ElasticModel(model.eval())
     sizes = {name: {}}
     for key, length in (("", FULL.length), ("_long", LONG * FULL.length)):
@@ -286,38 +282,11 @@ def scratch(job: Job, name: str, share: float) -> dict[str, Any]:
 
 def child_of(job: Job, submodel: Submodel, vocabulary: int) -> Any:
     """The config of a size."""
-    from star_elastic.families import family_of
-
     config = parent_config(replace(FULL, seed=job.seed), vocabulary)
     edits = family_of(config.to_dict()).config_edits(config.to_dict(), job.layout.complete(submodel.widths), None)
     for field, value in edits.items():
         setattr(config, field, value)
     return config
-
-
-def pretrain(model: Any, job: Job, tokenizer: Any, steps: int) -> int:
-    """Next-token prediction for a number of steps; returns real tokens."""
-    recipe = mixture(job.data)
-    loader = training_loader(
-        open_documents(recipe, tokenizer),
-        recipe,
-        length=FULL.length,
-        batch_size=FULL.batch_size,
-        seed=job.seed,
-        pad=pad_token(tokenizer),
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=SCRATCH_LR, betas=(0.9, 0.98), weight_decay=0.0)
-    tokens = 0
-    for step, batch in zip(range(steps), loader, strict=False):
-        rate = learning_rate(step, steps, peak=SCRATCH_LR, floor=SCRATCH_LR / 20, warmup=steps // 20)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.zero_grad()
-        next_token_loss(model, batch["input_ids"], batch["attention_mask"]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        tokens += int(batch["attention_mask"].sum())
-    return tokens
 
 
 def _arms() -> dict[str, Callable[[Job], dict[str, Any]]]:

@@ -62,7 +62,7 @@ def test_axes_that_cannot_be_cut_are_no_candidates_by_default():
     [
         ({"hiden": (0.5,)}, UnknownNameError, "did you mean 'hidden'"),
         ({"hidden": (30,)}, WidthError, "30 is no legal width: nearest legal: 28 and 32"),
-        ({"hidden": (65,)}, WidthError, "65 is no legal width: nearest legal: 64"),
+        ({"hidden": (65,)}, WidthError, "65 is no legal width: nearest legal: 64, all that the parent has"),
         ({"mamba_heads": (7,)}, WidthError, "nearest legal: 6 and 8"),
         ({"hidden": (0,)}, WidthError, "0 is no fraction"),
         ({"hidden": (-0.5,)}, WidthError, "-0.5 is no fraction"),

@@ -103,17 +103,14 @@ def test_ways_to_share_give_the_same_numbers(recipe, parent, tmp_path, options):
 
 def stopping(recipe: Path, step: int, by: int, *words: str) -> int:
     """The verb, in which one process gets a SIGTERM during a step."""
-    train = loop.Trainer.train
+    take = loop.Trainer._step
 
-    def hooked(trainer, *args):
-        trainer.after_step.append(terminate)
-        return train(trainer, *args)
-
-    def terminate(trainer):
+    def hooked(trainer, batch):
+        take(trainer, batch)
         if trainer.step == step and trainer.ranks.rank == by:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    loop.Trainer.train = hooked
+    loop.Trainer._step = hooked
     return command(recipe, *words)
 
 

@@ -125,6 +125,7 @@ def test_overrides_reach_sections_lists_and_absent_keys(tmp_path):
     [
         ("x", "override 'x' must be key=value"),
         ("stps=1", "override 'stps=1': unknown key 'stps'; did you mean 'steps'?"),
+        ("optimzer.lr=1", "override 'optimzer.lr=1': unknown key 'optimzer'; did you mean 'optimizer'?"),
         ("optimizer.lr=-1", "override 'optimizer.lr=-1': optimizer.lr = -1: should be greater than 0"),
         ("data.sources.7.kind=text", "override 'data.sources.7.kind=text': 7 is not an item of a list of 2"),
         ("steps.a=1", "override 'steps.a=1': 100 has no key 'a'"),

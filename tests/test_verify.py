@@ -257,7 +257,16 @@ def test_a_tied_head_with_numbers_of_its_own(tmp_path: Path) -> None:
     assert "tie_word_embeddings" in failed(verify_folder(tmp_path / "model"))["config"][0]
 
 
-@pytest.mark.parametrize("record", ["twelve", "{widths: [1]}", "{widths: {hidden: 48}, layers: 3}"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        "twelve",
+        "{widths: [1]}",
+        "{widths: {hidden: 48}, layers: 3}",
+        "{widths: {}, layers: [[0]]}",
+        "{widths: {}, layer_widths: {expert_ffn: 3}}",
+    ],
+)
 def test_a_record_that_is_none(record: str, single: Path) -> None:
     (single / "README.md").write_text(f"---\nstar_elastic: {record}\n---\n")
     assert "README.md: star_elastic: expected widths, layers and params" in failed(verify_folder(single))["record"][0]

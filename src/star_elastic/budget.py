@@ -29,7 +29,9 @@ class BudgetError(ElasticError, ValueError):
 class LatencyModel(Protocol):
     """What a latency budget is measured with: seconds at given widths, differentiable in them."""
 
-    def cost(self, layout: Layout, widths: Mapping[Any, Any], layers: Layers = None) -> Any: ...
+    def cost(self, layout: Layout, widths: Mapping[Any, Any], layers: Layers = None) -> Any:
+        """Seconds at ``widths``, per axis or (axis, layer)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ def read_value(name: str, kind: str, value: float | str) -> tuple[float, bool]:
         number, is_fraction = value, value <= 1
     if not math.isfinite(number) or number <= 0:
         raise BudgetError(f"budget {name!r}: {value!r} is not positive: {wanted}")
+    if kind in ("params", "active_params") and not is_fraction and number != int(number):
+        raise BudgetError(f"budget {name!r}: {value!r} is above 1, so no fraction, and no whole number: {wanted}")
     return number, is_fraction
 
 

@@ -116,7 +116,8 @@ def _width(axis: Axis, legal: Sequence[int], value: float) -> int:
     if value not in legal:
         around = [width for width in legal if width < value][-1:] + [width for width in legal if width > value][:1]
         told = " and ".join(str(width) for width in around)
-        raise WidthError(f"candidates of {axis.name}: {value:g} is no legal width: nearest legal: {told}")
+        own = ", all that the parent has" if value > axis.size else ""
+        raise WidthError(f"candidates of {axis.name}: {value:g} is no legal width: nearest legal: {told}{own}")
     return int(value)
 
 

@@ -19,7 +19,6 @@ from star_elastic.layout import Layout
 from star_elastic.submodel import Submodel
 from star_elastic.units import format_bytes, format_count
 
-UNIFORM_LEAD = "hidden"
 UNIFORM_FOLLOWERS = ("ffn", "expert_ffn", "shared_ffn")
 
 
@@ -115,7 +114,7 @@ def named_ladder(submodels: Mapping[str, Submodel]) -> str:
 
 def uniform_ladder(layout: Layout) -> tuple[dict[str, Submodel], str]:
     """The uniform ladder, smallest first, and its description."""
-    lead = layout.axes[UNIFORM_LEAD]
+    lead = layout.stream
     followers = [layout.axes[name] for name in UNIFORM_FOLLOWERS if name in layout.axes]
     members = {}
     for width in lead.legal():

@@ -339,6 +339,11 @@ class Layout:
         return {name: axis for name, axis in self.axes.items() if name != "depth"}
 
     @property
+    def stream(self) -> Axis:
+        """The axis of the residual stream: what passes between units has its width."""
+        return self.axes["hidden"]
+
+    @property
     def num_layers(self) -> int:
         """Number of decoder layers of the parent."""
         return self.axes["depth"].size

@@ -64,10 +64,29 @@ def parent_config(settings: Settings, vocabulary: int) -> Any:
 
 def train_parent(out: Path, data: Path, settings: Settings, *, progress: bool) -> None:
     """Train the parent and write it, with its tokenizer, as an ordinary transformers folder."""
+    tokenizer = load_tokenizer(data / "tokenizer")
+    model = random_model(parent_config(settings, len(tokenizer)), settings.seed)
+    pretrain(model, data, tokenizer, settings, progress=progress)
+    with target_folder(out, data) as folder:
+        model.eval().save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def random_model(config: Any, seed: int) -> Any:
+    """A model as training begins."""
     from transformers import NemotronHForCausalLM
 
-    tokenizer = load_tokenizer(data / "tokenizer")
-    recipe = mixture(data)
+    torch.manual_seed(seed)
+    model = NemotronHForCausalLM(config).train()
+    with torch.no_grad():
+        # Next to the layers' outputs the usual embeddings are faint, and looking a label up is learned half as fast.
+        model.get_input_embeddings().weight.mul_(10)
+    return model
+
+
+def pretrain(model: Any, data: Path, tokenizer: Any, settings: Settings, *, progress: bool) -> int:
+    """Next-token prediction on the demo's mixture for ``parent_steps`` steps; returns the number of real tokens."""
+    recipe, steps, peak = mixture(data), settings.parent_steps, settings.peak_lr
     loader = training_loader(
         open_documents(recipe, tokenizer),
         recipe,
@@ -76,31 +95,20 @@ def train_parent(out: Path, data: Path, settings: Settings, *, progress: bool) -
         seed=settings.seed,
         pad=pad_token(tokenizer),
     )
-    torch.manual_seed(settings.seed)
-    model = NemotronHForCausalLM(parent_config(settings, len(tokenizer))).train()
-    with torch.no_grad():
-        # Next to the layers' outputs the usual embeddings are faint, and looking a label up is learned half as fast.
-        model.get_input_embeddings().weight.mul_(10)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.peak_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    with progress_bar("training the parent", settings.parent_steps, "steps", shown=progress) as advance:
-        for step, batch in zip(range(settings.parent_steps), loader, strict=False):
-            rate = learning_rate(
-                step,
-                settings.parent_steps,
-                peak=settings.peak_lr,
-                floor=settings.peak_lr / 20,
-                warmup=settings.parent_steps // 20,
-            )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.0)
+    tokens = 0
+    with progress_bar("training the parent", steps, "steps", shown=progress) as advance:
+        for step, batch in zip(range(steps), loader, strict=False):
+            rate = learning_rate(step, steps, peak=peak, floor=peak / 20, warmup=steps // 20)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.zero_grad()
             next_token_loss(model, batch["input_ids"], batch["attention_mask"]).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            tokens += int(batch["attention_mask"].sum())
             advance(1)
-    with target_folder(out, data) as folder:
-        model.eval().save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    return tokens
 
 
 def next_token_loss(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

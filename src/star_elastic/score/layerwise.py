@@ -184,4 +184,4 @@ class _Run:
 
 def _on_disk(folder: Path, layout: Layout, batches: Sequence[Batch], dtype: torch.dtype, layer: int) -> OnDisk:
     shapes = [(batch["input_ids"].shape[0], batch["input_ids"].shape[1]) for batch in batches]
-    return OnDisk(folder, shapes, layout.axes["hidden"].size, dtype, layer)
+    return OnDisk(folder, shapes, layout.stream.size, dtype, layer)

@@ -14,7 +14,7 @@ import functools
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,7 @@ class Trainer:
         frozen: What the router has chosen, by budget; empty until the search is over.
         position: Stage and step of the next batch.
         step: Optimizer steps done.
-        after_step: Called with the trainer after each optimizer step.
-        log: Gets the numbers of a step.
+        metrics: Gets the numbers of a step.
     """
 
     def __init__(self, plan: Plan, run: RunFolder) -> None:
@@ -143,9 +142,7 @@ class Trainer:
         self.losses = {name: Losses() for name in plan.targets.names}
         self.position = Position()
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self.after_step: list[Callable[[Trainer], None]] = []
         self.metrics = Metrics(run, recipe.track, self.student.config.provenance["training"]["recipe"])
-        self.log: Callable[[dict[str, Any]], None] = self.metrics.log
         self.loader: StatefulDataLoader
         self._batches: Iterator[Batch]
         self._enter_stage(None)
@@ -297,10 +294,8 @@ class Trainer:
         self.position.step += 1
         for name, loss in losses.items():
             self.losses[name].add(loss.item())
-        for hook in self.after_step:
-            hook(self)
         if self.step % self.plan.recipe.log_every == 0 or self.step == self.plan.recipe.total_steps:
-            self.log(line)
+            self.metrics.log(line)
 
     def _samples(self, names: list[str]) -> dict[str, Sample]:
         """Masks of this step's budgets; none once widths are fixed."""

@@ -151,7 +151,7 @@ def activations_per_token(layout: Layout, setting: Setting, *, checkpointing: bo
     if not checkpointing:
         return sum(kept)
     # Under autocast the residual stream stays in the dtype of the embedding's weights.
-    return setting.master * hidden_size(layout) * len(units) + max(kept)
+    return setting.master * layout.stream.size * len(units) + max(kept)
 
 
 def unit_activations(layout: Layout, unit: Unit, setting: Setting) -> Bytes:
@@ -177,15 +177,10 @@ def is_matrix(row: Row) -> bool:
 
 def loss_bytes(layout: Layout, tokens: int, setting: Setting) -> Bytes:
     """Bytes of the distillation loss: logits of a chunk, what the head takes, and hidden states with their gradient."""
-    vocabulary, hidden = layout.units[0].rows[0].shape[0], hidden_size(layout)
+    vocabulary, hidden = layout.units[0].rows[0].shape[0], layout.stream.size
     logits = LOSS_TENSORS * FP32 * min(setting.kl_chunk_tokens, tokens) * vocabulary
     copied = 2 * setting.compute if setting.compute < setting.master else 0
     return logits + (FP32 + copied) * vocabulary * hidden + 3 * setting.compute * tokens * hidden
-
-
-def hidden_size(layout: Layout) -> int:
-    """Channels of the residual stream."""
-    return layout.axes["hidden"].size
 
 
 def parameters(layout: Layout) -> list[tuple[Unit, Row]]:

@@ -109,9 +109,10 @@ class Overrides:
             place[key[-1]] = value
         return changed
 
-    def text(self, key: Key) -> str | None:
-        """The override that set a key or a section around it."""
-        return next((text for at, (text, _) in self.values.items() if key[: len(at)] == at), None)
+    def text(self, key: Key, *, made: bool = False) -> str | None:
+        """The override that set a key or a section around it; or, where overrides ``made`` the section, one inside it."""
+        inside = (text for at, (text, _) in self.values.items() if made and at[: len(key)] == key)
+        return next((text for at, (text, _) in self.values.items() if key[: len(at)] == at), next(inside, None))
 
 
 def explain(error: ValidationError, model: type[BaseModel], text: YamlText | None, overrides: Overrides) -> RecipeError:
@@ -125,7 +126,8 @@ def explain(error: ValidationError, model: type[BaseModel], text: YamlText | Non
             *mistake["loc"],
             *mistake.get("ctx", {}).get("key", ()),
         )  # a rule may say which key of its section breaks it
-        if (changed := overrides.text(key)) is not None:
+        made = bool(key) and (text is None or key not in text.lines)
+        if (changed := overrides.text(key, made=made)) is not None:
             place, order = f"override {changed!r}: ", 0
         elif text is not None:
             line = text.line(key)

@@ -86,14 +86,20 @@ def _card_faults(record: Any, folder: Path, layout: Layout) -> list[Fault]:
     """What the model card says of widths, layers and parameters, where config.json says otherwise."""
     widths = record.get("widths") if isinstance(record, Mapping) else None
     layers = record.get("layers") if isinstance(record, Mapping) else None
-    if not isinstance(widths, Mapping) or not isinstance(layers, list | None):
+    by_layer = record.get("layer_widths") or {} if isinstance(record, Mapping) else None
+    if not (
+        isinstance(widths, Mapping)
+        and isinstance(by_layer, Mapping)
+        and all(isinstance(own, Mapping) for own in by_layer.values())
+        and (layers is None or (isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)))
+    ):
         return [Fault(f"{CARD}: {RECORD}", "widths, layers and params", f"{record!r}")]
     widest = layout_of(read_config(folder)).complete({})
     number = {layer: number for number, layer in enumerate(layers or range(layout.num_layers))}
     own = {f"width of {axis}": width for axis, width in widest.items()} | _by_layer(layout.own_widths)
     own |= {"number of layers": layout.num_layers, "parameters": cost.params(layout, {})}
     said = {f"width of {axis}": width for axis, width in widths.items()}
-    said |= _by_layer(record.get("layer_widths") or {}, number)
+    said |= _by_layer(by_layer, number)
     said |= {
         "number of layers": layout.num_layers if layers is None else len(layers),
         "parameters": record.get("params"),
