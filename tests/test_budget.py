@@ -75,7 +75,7 @@ def test_bytes_and_where_they_are_counted(tiny):
         (True, "cannot read"),
         ("12GiB", "such as 12B"),
         ("many", "such as 12B"),
-        (1.5, "above 1, so no fraction, and no whole number"),
+        (1.5, "above 1, so no fraction, and no number of parameters"),
         ("40B", "more than the full model's 31.578B"),
         ("120%", "more than the full model's"),
     ],

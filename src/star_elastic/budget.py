@@ -19,6 +19,7 @@ from star_elastic.units import parse_count, parse_size
 
 KINDS = ("params", "active_params", "memory", "latency")
 EXAMPLES = {"params": "12B", "active_params": "2.1B", "memory": "24GiB", "latency": "35ms"}
+FEWEST_PARAMS = 100  # below, an absolute number of parameters is a share that went wrong
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -166,8 +167,8 @@ def read_value(name: str, kind: str, value: float | str) -> tuple[float, bool]:
         number, is_fraction = value, value <= 1
     if not math.isfinite(number) or number <= 0:
         raise BudgetError(f"budget {name!r}: {value!r} is not positive: {wanted}")
-    if kind in ("params", "active_params") and not is_fraction and number != int(number):
-        raise BudgetError(f"budget {name!r}: {value!r} is above 1, so no fraction, and no whole number: {wanted}")
+    if kind in ("params", "active_params") and not is_fraction and number < FEWEST_PARAMS:
+        raise BudgetError(f"budget {name!r}: {value!r} is above 1, so no fraction, and no number of parameters: {wanted}")
     return number, is_fraction
 
 
