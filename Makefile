@@ -39,13 +39,14 @@ test: lint
 test-slow: $(READY)
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
 
+# nvidia-modelopt imports requests without asking for it.
 $(MODELOPT)/.ready:
 	$(PYTHON) -m venv $(MODELOPT)
-	$(MODELOPT)/bin/python -m pip install --quiet 'nvidia-modelopt==0.47.0' 'compressed-tensors==0.19.0' 'transformers==5.17.*' 'torch==2.13.0'
+	$(MODELOPT)/bin/python -m pip install --quiet 'nvidia-modelopt==0.47.0' 'compressed-tensors==0.19.0' 'transformers==5.17.*' 'torch==2.13.0' requests
 	@touch $@
 
 test-modelopt: $(READY) $(MODELOPT)/.ready
-	OMP_NUM_THREADS=1 MODELOPT_PYTHON=$(CURDIR)/$(MODELOPT)/bin/python $(BIN)/python -m pytest -m modelopt
+	OMP_NUM_THREADS=1 MODELOPT_PYTHON=$(CURDIR)/$(MODELOPT)/bin/python $(BIN)/python -m pytest tests/test_quant_libraries.py -m modelopt
 
 # llama.cpp's converter is published in the source distribution of llama-cpp-python, which needs no building for that. It runs
 # under our own Python; what else it wants lies in a folder beside.
@@ -67,7 +68,7 @@ $(ENGINES)/vllm/.ready:
 test-engines: $(READY) $(ENGINES)/llama/.ready $(ENGINES)/vllm/.ready
 	LLAMA_CPP=$(CURDIR)/$(ENGINES)/llama_cpp_python-0.3.36/vendor/llama.cpp \
 	XLLAMACPP_PYTHON=$(CURDIR)/$(ENGINES)/llama/bin/python VLLM_PYTHON=$(CURDIR)/$(ENGINES)/vllm/bin/python \
-	PYTHONPATH=$(CURDIR)/$(ENGINES)/converter OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engines -s
+	PYTHONPATH=$(CURDIR)/$(ENGINES)/converter OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines -m engines -s
 
 bench: $(READY)
 	@for script in benchmarks/slice_io.py benchmarks/slice_obvious.py benchmarks/lens.py benchmarks/score.py benchmarks/train_step.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
