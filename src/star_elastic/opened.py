@@ -63,9 +63,8 @@ def open_source(source: Path | str, scratch: Path | None = None) -> Iterator[Ope
     elif Path(source).exists():
         yield OpenedSource(Path(source), "")
     else:
-        raise CheckpointError(
-            f"folder {source} does not exist, and is no name of the hub: want org/name or org/name@revision"
-        )
+        hint = "" if Path(source).is_absolute() else ", and is no name of the hub: want org/name or org/name@revision"
+        raise CheckpointError(f"folder {source} does not exist{hint}")
 
 
 @contextmanager
