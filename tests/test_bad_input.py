@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import pytest
 from safetensors.numpy import save_file
 from tiny import tiny_folder
 
+from star_elastic.checkpoint import check_target
 from star_elastic.cli import main
+from star_elastic.errors import TargetError
 
 CUT = ["--width", "hidden=48"]
 
@@ -103,12 +107,12 @@ def parent(tmp_path: Path) -> Path:
 
 
 def check_refused(words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    before = {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
     capsys.readouterr()
     assert main(words) == 2
     said = capsys.readouterr()
     assert said.err.startswith("error: ") and said.err.count("\n") == 1 and message in said.err
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert {path: path.lstat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 @pytest.mark.parametrize("verb", ["slice", "sort"])
@@ -150,6 +154,37 @@ def test_a_full_disk(
     with Path("/dev/full").open("wb") as full:
         monkeypatch.setattr(writer, "write_at", lambda file, *rest: original(full.fileno(), *rest))
         check_refused(["slice", str(parent), str(tmp_path / "out"), *CUT], "No space left on device", tmp_path, capsys)
+
+
+def test_a_dry_run_checks_the_disk_too(
+    parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
+    words = ["slice", str(parent), str(tmp_path / "out"), *CUT, "--dry-run"]
+    check_refused(words, "not enough space for ", tmp_path, capsys)
+
+
+def test_links_in_a_circle(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for source, out in ((parent, tmp_path / "circle"), (tmp_path / "circle", tmp_path / "out")):
+        check_refused(["slice", str(source), str(out), *CUT], "is no path that can be followed", tmp_path, capsys)
+    with pytest.raises(TargetError, match="null byte"):
+        check_target(tmp_path / "a\0b")
+
+
+def test_a_folder_that_may_not_be_read(
+    parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is renamed into it could not be synced: the folder would be there in spite of an error.
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.R_OK)
+    check_refused(["slice", str(parent), str(tmp_path / "out"), *CUT], "is not readable", tmp_path, capsys)
+
+
+def test_a_source_that_is_neither_folder_nor_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source in ("gpt2", "a/b/c", "https://huggingface.co/org/name", "org/name@"):
+        message = "is no name of the hub: want org/name or org/name@revision"
+        check_refused(["slice", source, str(tmp_path / "out"), *CUT], message, tmp_path, capsys)
 
 
 def test_scores_that_are_not_there(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

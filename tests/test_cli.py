@@ -224,3 +224,11 @@ def test_slice_refusals_write_nothing(
     assert "inside the source" in told("--to", "small", out=elastic / "out")
     (elastic / "model.safetensors").write_bytes((elastic / "model.safetensors").read_bytes()[:-9])
     assert "not a whole safetensors file" in told("--to", "small")
+
+
+def test_ctrl_c_while_the_program_is_still_loading() -> None:
+    code = "import sys; from unittest import mock; from star_elastic.__main__ import run\n"
+    code += "def stop(*words): raise KeyboardInterrupt\n"
+    code += "with mock.patch('builtins.__import__', stop): answer = run()\nsys.exit(answer)"
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (2, "error: interrupted before anything was done\n")

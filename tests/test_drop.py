@@ -47,6 +47,7 @@ def refused(parent: Path, tmp_path: Path, *drop: str) -> str:
 def test_they_are_named_and_refused(parent: Path, tmp_path: Path) -> None:
     said = refused(parent, tmp_path)
     assert all(name in said for name in EXTRA) and "a nemotron_h of this config does not have" in said
+    assert "leave them out with --drop" in said
     assert "mtp" not in refused(parent, tmp_path, "mtp.*") and "backbone.layers.1.mixer.lora_A" in refused(
         parent, tmp_path, "mtp.*"
     )

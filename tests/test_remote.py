@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from star_elastic.remote import mirror
 from star_elastic.remote.hub import Patience
 from star_elastic.slice import Size, slice_checkpoint, slice_sizes
 from star_elastic.submodel import ElasticConfig, Submodel
+from star_elastic.verify import against
 
 SRC = Path(__file__).parents[1] / "src"
 CUT = Submodel(widths={"hidden": 48, "expert_ffn": 16, "mamba_heads": 4, "experts": 4})
@@ -85,10 +86,27 @@ def check_same(remote: Path, local: Path) -> None:
     assert ours["README.md"].decode().replace("org/tiny", "tiny") == wanted["README.md"].decode()
 
 
-def check_from_hub(hub: HubServer, tmp_path: Path, submodel: Submodel = CUT) -> None:
+Local = Callable[[HubServer, Submodel], Path]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Local:
+    """Makes the slice that the folder behind a hub gives, once for all tests that compare with it."""
+    made: dict[tuple[Path, str], Path] = {}
+
+    def get(hub: HubServer, submodel: Submodel) -> Path:
+        key = hub.folder, submodel.model_dump_json()
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("local") / "out"
+            slice_checkpoint(hub.folder, made[key], submodel)
+        return made[key]
+
+    return get
+
+
+def check_from_hub(hub: HubServer, tmp_path: Path, local: Local, submodel: Submodel = CUT) -> None:
     slice_checkpoint(hub.name, tmp_path / "a" / "out", submodel)
-    slice_checkpoint(hub.folder, tmp_path / "b" / "out", submodel)
-    check_same(tmp_path / "a" / "out", tmp_path / "b" / "out")
+    check_same(tmp_path / "a" / "out", local(hub, submodel))
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["out"]
 
 
@@ -98,28 +116,30 @@ def check_from_hub(hub: HubServer, tmp_path: Path, submodel: Submodel = CUT) -> 
 @pytest.mark.parametrize(
     "submodel", [CUT, SMALL, Submodel(), Submodel(layers=(0, 2))], ids=["cut", "small", "full", "depth"]
 )
-def test_the_same_bytes_as_from_the_folder(hub: HubServer, tmp_path: Path, submodel: Submodel) -> None:
-    check_from_hub(hub, tmp_path, submodel)
+def test_the_same_bytes_as_from_the_folder(hub: HubServer, tmp_path: Path, submodel: Submodel, local: Local) -> None:
+    check_from_hub(hub, tmp_path, local, submodel)
 
 
-def test_gaps_and_units_of_real_size(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gaps_and_units_of_real_size(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: Local
+) -> None:
     monkeypatch.setattr(onepass, "GAP_BYTES", 2**20)
     monkeypatch.setattr(onepass, "UNIT_BYTES", 2**24)
     monkeypatch.setattr(mirror, "HEADER_GUESS", 2**18)
-    check_from_hub(hub, tmp_path)
+    check_from_hub(hub, tmp_path, local)
 
 
-def test_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: Local) -> None:
     with HubServer(tiny_folder(tmp_path / "tiny", pattern=PATTERN)) as server:
         use(server, monkeypatch)
-        check_from_hub(server, tmp_path)
+        check_from_hub(server, tmp_path, local)
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
-def test_quantized_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+def test_quantized_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, local: Local) -> None:
     with HubServer(quantized_folder(tmp_path / "tiny", form)) as server:
         use(server, monkeypatch)
-        check_from_hub(server, tmp_path, Submodel(widths={"hidden": 32, "expert_ffn": 48}))
+        check_from_hub(server, tmp_path, local, Submodel(widths={"hidden": 32, "expert_ffn": 48}))
 
 
 def fetched_ranges(hub: HubServer) -> dict[str, list[tuple[int, int]]]:
@@ -200,14 +220,13 @@ def test_dry_run_says_how_much(hub: HubServer, tmp_path: Path, capsys: pytest.Ca
     assert f"wrote {tmp_path / 'out' / 'cut'}: " in said and "checked: " in said
 
 
-def test_the_environment_is_honoured(hub: HubServer, tmp_path: Path) -> None:
+def test_the_environment_is_honoured(hub: HubServer, tmp_path: Path, local: Local) -> None:
     hub.gated = True
     environment = {**os.environ, "PYTHONPATH": str(SRC), "HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token}
     words = [sys.executable, "-m", "star_elastic", "slice", hub.name, str(tmp_path / "a" / "out"), "--to", "cut"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    slice_checkpoint(hub.folder, tmp_path / "b" / "out", CUT)
-    check_same(tmp_path / "a" / "out", tmp_path / "b" / "out")
+    check_same(tmp_path / "a" / "out", local(hub, CUT))
     # The token goes to the hub, and not to the content network that it points to.
     assert {f.authorization for f in hub.fetched if not f.name.endswith(".safetensors")} == {f"Bearer {hub.token}"}
     assert {f.authorization for f in hub.fetched if f.name.endswith(".safetensors")} == {None}
@@ -300,13 +319,12 @@ def test_headers_are_checked_as_strictly(
 
 
 @pytest.mark.parametrize("fault", ["busy", "drop", "short", "shifted", "refuse_range", "gzip"])
-def test_faults_that_pass(hub: HubServer, tmp_path: Path, fault: str) -> None:
+def test_faults_that_pass(hub: HubServer, tmp_path: Path, fault: str, local: Local) -> None:
     setattr(hub.faults, fault, 3)
     hub.faults.busy_listing = 2
     slice_checkpoint(hub.name, tmp_path / "a" / "out", CUT)
     assert getattr(hub.faults, fault) == 0
-    slice_checkpoint(hub.folder, tmp_path / "b" / "out", CUT)
-    check_same(tmp_path / "a" / "out", tmp_path / "b" / "out")
+    check_same(tmp_path / "a" / "out", local(hub, CUT))
 
 
 @pytest.mark.parametrize(
@@ -331,16 +349,17 @@ def test_faults_that_do_not_pass(
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.hub").exists()
 
 
-def test_a_server_without_ranges(hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_ranges(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], local: Local
+) -> None:
     hub.faults.no_ranges = True
     hub.faults.drop = 1  # a half file, which is asked for again from its beginning
     assert main(["slice", hub.name, str(tmp_path / "a" / "out"), "--to", "cut"]) == 0
     said = capsys.readouterr().out
     count = len(list(hub.folder.glob("*.safetensors")))
     assert f"note: the server gives no parts of files, so {count} are fetched whole" in said and "(100%)" in said
-    assert f"{count} of {count} weight files by SHA-256" in said
-    slice_checkpoint(hub.folder, tmp_path / "b" / "out", CUT, name="cut")
-    check_same(tmp_path / "a" / "out", tmp_path / "b" / "out")
+    assert f"{count} of {count} weight files by SHA-256\n" in said
+    check_same(tmp_path / "a" / "out", local(hub, CUT))
 
 
 @pytest.mark.parametrize("no_ranges", [False, True])
@@ -362,7 +381,7 @@ def test_a_small_file_with_another_hash(hub: HubServer, tmp_path: Path) -> None:
 # --- going on -----------------------------------------------------------------------------------------------------
 
 
-def test_going_on_after_an_error(hub: HubServer, tmp_path: Path) -> None:
+def test_going_on_after_an_error(hub: HubServer, tmp_path: Path, local: Local) -> None:
     """The second run fetches only what the first did not finish."""
 
     def strike() -> None:
@@ -378,8 +397,7 @@ def test_going_on_after_an_error(hub: HubServer, tmp_path: Path) -> None:
     hub.fetched.clear()
     slice_checkpoint(hub.name, tmp_path / "a" / "out", CUT, threads=1)
     second = fetched_ranges(hub)
-    slice_checkpoint(hub.folder, tmp_path / "b" / "out", CUT)
-    check_same(tmp_path / "a" / "out", tmp_path / "b" / "out")
+    check_same(tmp_path / "a" / "out", local(hub, CUT))
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["out"]
     hub.fetched.clear()
     slice_checkpoint(hub.name, tmp_path / "c", CUT)
@@ -390,7 +408,7 @@ def test_going_on_after_an_error(hub: HubServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["another size", "another commit"])
-def test_other_work_is_not_continued(hub: HubServer, tmp_path: Path, change: str) -> None:
+def test_other_work_is_not_continued(hub: HubServer, tmp_path: Path, change: str, local: Local) -> None:
     def strike() -> None:
         if len(hub.fetched) > HALFWAY:
             hub.faults.busy = 1
@@ -406,8 +424,7 @@ def test_other_work_is_not_continued(hub: HubServer, tmp_path: Path, change: str
         hub.commit = COMMIT[::-1]
         hub.folder = tiny_folder(tmp_path / "tiny", sharded=True, seed=1, pattern=PATTERN)
     slice_checkpoint(hub.name, tmp_path / "a" / "out", submodel)
-    slice_checkpoint(hub.folder, tmp_path / "b" / "out", submodel)
-    check_same(tmp_path / "a" / "out", tmp_path / "b" / "out")
+    check_same(tmp_path / "a" / "out", local(hub, submodel))
 
 
 SLOW = """
@@ -425,7 +442,7 @@ SLOW_SIGNALS = [pytest.param(number, marks=pytest.mark.slow) for number in (sign
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, *SLOW_SIGNALS])
-def test_going_on_after_a_signal(hub: HubServer, tmp_path: Path, how: signal.Signals) -> None:
+def test_going_on_after_a_signal(hub: HubServer, tmp_path: Path, how: signal.Signals, local: Local) -> None:
     reached, go = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -454,8 +471,7 @@ def test_going_on_after_a_signal(hub: HubServer, tmp_path: Path, how: signal.Sig
     hub.fetched.clear()
     assert subprocess.run(words, env=environment).returncode == 0
     second = sum(map(length, fetched_ranges(hub).values()))
-    slice_checkpoint(hub.folder, tmp_path / "b" / "out", CUT, name="cut")
-    check_same(tmp_path / "a" / "out", tmp_path / "b" / "out")
+    check_same(tmp_path / "a" / "out", local(hub, CUT))
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["out"]
     hub.fetched.clear()
     slice_checkpoint(hub.name, tmp_path / "c", CUT)
@@ -473,3 +489,27 @@ def test_no_space(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match="not enough space for "):
         slice_checkpoint(hub.name, tmp_path / "out", CUT)
     assert list(tmp_path.iterdir()) == [] and not any(map(length, fetched_ranges(hub).values()))
+
+
+# --- verified against the hub -------------------------------------------------------------------------------------
+
+
+def test_a_slice_is_verified_against_the_hub(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(against, "GAP_BYTES", 0)
+    out = tmp_path / "out"
+    slice_checkpoint(hub.folder, out, CUT)
+    assert main(["verify", str(out), "--against", f"{hub.name}@main"]) == 0
+    assert "tensors are the cut of org/tiny, bit for bit" in capsys.readouterr().out
+    for ranges in fetched_ranges(hub).values():
+        assert 0 < length(ranges) == length(merged(ranges)), "bytes were fetched twice"
+    with (out / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x00")
+    assert main(["verify", str(out), "--against", hub.name]) == 1
+    assert "expected the parent's cut, bit for bit, found other numbers" in capsys.readouterr().out
+    assert main(["verify", str(out), "--against", "org/other"]) == 2
+    assert "the hub has no model org/other" in capsys.readouterr().err
+    assert main(["verify", str(out), "--against", hub.name, "--forward"]) == 2
+    assert "--forward runs the parent, and org/tiny is not on this disk" in capsys.readouterr().err

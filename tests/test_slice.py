@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import socket
 from pathlib import Path
@@ -15,6 +16,7 @@ from tiny import KINDS, tiny_config, tiny_folder, tiny_model, tokens
 from transformers import AutoModelForCausalLM, NemotronHForCausalLM
 from transformers.utils import logging as hf_logging
 
+from star_elastic.card import retitled
 from star_elastic.checkpoint import Checkpoint
 from star_elastic.errors import CheckpointError, TargetError, UnknownNameError, WidthError
 from star_elastic.slice import plan_slice, slice_checkpoint
@@ -258,6 +260,17 @@ def test_expand_is_kept_from_the_parent(tmp_path: Path) -> None:
 
 
 # --- model card ---------------------------------------------------------------------------------------------------
+
+
+def test_a_name_with_quotes_stays_a_string_of_python(source: Path, tmp_path: Path) -> None:
+    name = 'naïve "small" 模型'
+    slice_checkpoint(source, tmp_path / name, Submodel())
+    card = (tmp_path / name / "README.md").read_text(encoding="utf-8")
+    code = card.split("```python\n")[1].split("```")[0]
+    given = [node.args[0] for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.args]
+    assert [node.value for node in given if isinstance(node, ast.Constant)].count(name) == 2
+    pushed = retitled(card, "org/small")
+    assert pushed.count('from_pretrained("org/small"') == 2
 
 
 def test_the_card_names_parent_cut_counts_and_licence(source: Path, tmp_path: Path) -> None:

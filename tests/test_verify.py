@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from quantized import quantized_folder
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,7 @@ from tiny import FAMILIES, tiny_folder
 from star_elastic import Submodel, slice_checkpoint
 from star_elastic.cli import main
 from star_elastic.errors import CheckpointError, ElasticError
+from star_elastic.submodel import ElasticConfig
 from star_elastic.verify import Verification, verify_folder
 from star_elastic.verify.numbers import NOT_FINITE
 
@@ -378,3 +380,26 @@ def test_mistakes_of_the_user(
 def test_a_folder_that_is_none_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no config.json"):
         verify_folder(tmp_path)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    ("family", "widths"),
+    [("nemotron_h", {"hidden": 48, "experts": 5, "expert_ffn": 16, "shared_ffn": 24}), ("qwen3_moe", {"ffn": 32})],
+)
+def test_a_cut_that_leaves_no_layer_of_a_kind(
+    family: str, widths: dict[str, int], recorded: bool, tmp_path: Path
+) -> None:
+    parent, cut = tmp_path / "parent", Submodel(widths=widths, layers=(0, 2, 3))
+    FAMILIES[family]().save_pretrained(parent)
+    ElasticConfig(family=family, submodels={"shallow": cut}).save(parent)
+    slice_checkpoint(parent, tmp_path / "out", cut)
+    if not recorded:
+        (tmp_path / "out" / "README.md").write_text("# no record\n")
+    report = verify_folder(tmp_path / "out", against=parent, forward=True)
+    assert report.ok, report.faults
+    if recorded:  # an axis that only looks like a lost one is still told
+        whole = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---")[1])
+        whole["star_elastic"] |= {"layers": None}
+        (tmp_path / "out" / "README.md").write_text(f"---\n{yaml.safe_dump(whole)}---\n")
+        assert any("as config.json says" in fault for fault in failed(verify_folder(tmp_path / "out"))["record"])

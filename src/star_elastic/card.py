@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -109,7 +110,7 @@ def front_matter(parent: str, licence: Mapping[str, Any], record: Mapping[str, A
 
 def front_matter_text(fields: Mapping[str, Any]) -> str:
     """Front matter of these fields."""
-    return f"---\n{yaml.safe_dump(dict(fields), sort_keys=False)}---\n"
+    return f"---\n{yaml.safe_dump(dict(fields), sort_keys=False, allow_unicode=True)}---\n"
 
 
 def _slice_usage(layout: Layout, title: str, submodel: Submodel, quantized: str) -> tuple[str, ...]:
@@ -127,8 +128,8 @@ def usage(title: str) -> str:
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{title}", dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained("{title}")
+model = AutoModelForCausalLM.from_pretrained({_quoted(title)}, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained({_quoted(title)})
 inputs = tokenizer("Hello", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
@@ -152,8 +153,8 @@ The layers of this model differ in width, which no transformers config can say: 
 from star_elastic import ElasticModel
 from transformers import AutoTokenizer
 
-model = ElasticModel.from_pretrained("{title}")
-tokenizer = AutoTokenizer.from_pretrained("{title}")
+model = ElasticModel.from_pretrained({_quoted(title)})
+tokenizer = AutoTokenizer.from_pretrained({_quoted(title)})
 inputs = tokenizer("Hello", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
@@ -174,9 +175,14 @@ numbers, dequantized while it loads:
 ```python
 from star_elastic import ElasticModel
 
-model = ElasticModel.from_pretrained("{title}").model
+model = ElasticModel.from_pretrained({_quoted(title)}).model
 ```
 """
+
+
+def _quoted(title: str) -> str:
+    """A string of Python: a folder's name may hold quotes itself."""
+    return json.dumps(title, ensure_ascii=False)
 
 
 def engines_text(commands: Mapping[str, Sequence[str]]) -> str:
@@ -226,7 +232,8 @@ def retitled(body: str, title: str) -> str:
     if found is None:
         return body
     folder = found[1].strip()
-    old = re.compile(rf"(?<![\w./-]){re.escape(folder)}(?![\w./-])")
+    names = "|".join(re.escape(name) for name in (folder, _quoted(folder)[1:-1]))
+    old = re.compile(rf"(?<![\w./-])({names})(?![\w./-])")
 
     def command(line: str) -> str:
         if line.startswith("star-elastic export "):  # takes folders only

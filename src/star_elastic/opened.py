@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from star_elastic.checkpoint import Checkpoint
-from star_elastic.errors import ElasticError
+from star_elastic.errors import CheckpointError, ElasticError
 
 if TYPE_CHECKING:
     from star_elastic.remote import HubMirror
@@ -50,7 +50,7 @@ def open_source(source: Path | str, scratch: Path | None = None) -> Iterator[Ope
         scratch: a folder to make for what is fetched from the hub, and to remove in the end; a temporary one if left out.
 
     Raises:
-        CheckpointError: the folder's config.json cannot be read.
+        CheckpointError: there is no such folder, and it is no hub name.
         RemoteError: see ``remote.open_hub``.
     """
     if is_hub_name(source):
@@ -60,8 +60,11 @@ def open_source(source: Path | str, scratch: Path | None = None) -> Iterator[Ope
         assert match is not None
         with open_hub(match["name"], match["revision"], scratch) as opened, _told_as(str(source), opened.folder):
             yield opened
-    else:
+    elif Path(source).exists():
         yield OpenedSource(Path(source), "")
+    else:
+        hint = "" if Path(source).is_absolute() else ", and is no name of the hub: want org/name or org/name@revision"
+        raise CheckpointError(f"folder {source} does not exist{hint}")
 
 
 @contextmanager

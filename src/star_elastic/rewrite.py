@@ -40,13 +40,16 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 TRAINING = "training"  # what training leaves in the provenance of elastic.json
 
 
-def locate(layout: Layout, checkpoint: Checkpoint, *, quantized: Collection[str] = ()) -> dict[str, Located]:
+def locate(
+    layout: Layout, checkpoint: Checkpoint, *, quantized: Collection[str] = (), hint: str = ""
+) -> dict[str, Located]:
     """What each tensor of a folder stands for, in file order.
 
     Args:
         layout: the folder's table.
         checkpoint: the folder; only headers are read.
         quantized: formats of quantized matrices that the caller can do something with.
+        hint: what to do about tensors that the table does not know, for the message.
 
     Raises:
         CheckpointError: the folder holds a tensor that the table does not know, or misses one, or holds one twice under two
@@ -61,7 +64,7 @@ def locate(layout: Layout, checkpoint: Checkpoint, *, quantized: Collection[str]
         if found is None:
             unknown = [other for other in checkpoint.tensors if other not in known.parts and layout.find(other) is None]
             raise CheckpointError(
-                f"{info.path} holds {_few(unknown)} that a {layout.family} of this config does not have"
+                f"{info.path} holds {_few(unknown)} that a {layout.family} of this config does not have{hint}"
             )
         expected = tuple(dim.size for dim in found.dims)
         if info.shape != expected:

@@ -283,6 +283,7 @@ def run_slice(
         for line in (*_dropped_lines(plan.dropped), *_quantized_lines(plan), *_fetch_lines(opened, plan)):
             print(line)
         if dry_run:
+            plan.check_space(threads)
             print(f"dry run: {' and '.join(map(str, folders))} {'was' if len(folders) == 1 else 'were'} not written")
             return []
         try:

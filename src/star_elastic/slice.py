@@ -22,6 +22,7 @@ from star_elastic.checkpoint import (
     TensorCut,
     Unit,
     WeightFiles,
+    check_space,
     check_target,
     plan_units,
 )
@@ -35,6 +36,7 @@ from star_elastic.rewrite import TRAINING, NewModel, locate, parent_name, say_qu
 from star_elastic.submodel import FILE_NAME, ElasticConfig, Submodel, own_widths_in, refuse_per_layer
 
 HUB_THREADS = 4  # connections
+DROP_HINT = "; if the model can do without, leave them out with --drop and a pattern of their names"
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,14 @@ class SlicePlan:
     dropped: tuple[str, ...]
     quantized: str = ""
 
+    def check_space(self, threads: int | None = None) -> None:
+        """Raise CheckpointError where a disk is too small, as writing does before anything else."""
+        sizes = {Path(model.out).resolve(): model.nbytes for model in self.models}
+        if self.opened.fetch is not None:
+            room = self.opened.fetch.room(self.units(), threads or HUB_THREADS)
+            sizes[scratch_path(self.models[0].out)] = sum(room.values())
+        check_space(sizes)
+
     def units(self) -> list[Unit]:
         """The work, if nothing of it is done yet."""
         return plan_units([Output(Path(model.out), model.cuts, WeightFiles(model.cuts)) for model in self.models])
@@ -280,7 +290,7 @@ def plan_slice(layout: Layout, checkpoint: Checkpoint, submodel: Submodel) -> li
     keyed, layer_number = submodel.keyed_widths, submodel.new_numbers(layout)
     members_in = {layer: layout.members(widths_of(keyed, layer)) for layer in (None, *layer_number)}
     cuts = []
-    for name, found in locate(layout, checkpoint, quantized=ANY).items():
+    for name, found in locate(layout, checkpoint, quantized=ANY, hint=DROP_HINT).items():
         if found.unit.layer is not None and found.unit.layer not in layer_number:
             continue
         layer = None if found.unit.layer is None else layer_number[found.unit.layer]

@@ -27,8 +27,8 @@ def check_target(out: Path | str, *sources: Path | str) -> Path:
         TargetError: ``out`` is a file or a non-empty folder, cannot be made where it would lie, or is, contains or lies
             inside one of ``sources``.
     """
-    target = Path(out).resolve()
-    for source in (Path(given).resolve() for given in sources):
+    target = _resolved(out)
+    for source in map(_resolved, sources):
         if target == source:
             raise TargetError(f"target {out} is the source itself: choose another folder")
         if target.is_relative_to(source):
@@ -49,6 +49,15 @@ def _check_can_make(out: Path | str, parent: Path) -> None:
         raise TargetError(f"target {out} cannot be made: {parent} is a file")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise TargetError(f"target {out} cannot be made: {parent} is not writable")
+    if not os.access(parent, os.R_OK):  # a folder is opened to be synced
+        raise TargetError(f"target {out} cannot be made: {parent} is not readable")
+
+
+def _resolved(path: Path | str) -> Path:
+    try:
+        return Path(path).resolve()
+    except (RuntimeError, OSError, ValueError) as error:  # links in a circle, a null byte
+        raise TargetError(f"{str(path)!r} is no path that can be followed: {error}") from None
 
 
 def partial_of(target: Path) -> Path:

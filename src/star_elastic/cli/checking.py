@@ -15,8 +15,11 @@ from star_elastic.cli.app import app
 def verify_verb(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A slice, or any model folder of a known family.")],
     against: Annotated[
-        Path | None,
-        typer.Option(metavar="PARENT", help="The folder it was cut from: every tensor must be its cut, bit for bit."),
+        str | None,
+        typer.Option(
+            metavar="PARENT",
+            help="The folder or hub name it was cut from: every tensor must be its cut, bit for bit.",
+        ),
     ] = None,
     forward: Annotated[
         bool, typer.Option("--forward", help="Also load and run it, and compare logits with the parent's view.")
@@ -31,6 +34,7 @@ def verify_verb(
     Examples:
       star-elastic verify ./small
       star-elastic verify ./small --against ./elastic --forward
+      star-elastic verify ./small --against org/name
     """
     from star_elastic.verify import verify_folder
 

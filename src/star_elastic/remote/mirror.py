@@ -100,9 +100,10 @@ class HubMirror:
 
     def checked(self) -> str:
         """What is known about the bytes that were read, for people."""
+        rest = ", the others, read in part, by length and header" if len(self.verified) < self.file_count else ""
         return (
-            f"checked: config, tokenizer and index by hash; {len(self.verified)} of {self.file_count} weight files by SHA-256, "
-            "the others, read in part, by length and header"
+            f"checked: config, tokenizer and index by hash; {len(self.verified)} of {self.file_count} weight files "
+            f"by SHA-256{rest}"
         )
 
     def open(self) -> None:

@@ -12,9 +12,11 @@ import numpy as np
 
 from star_elastic.card import RECORD, read_front_matter
 from star_elastic.checkpoint import Checkpoint, TensorCut, TensorInfo
+from star_elastic.checkpoint.onepass import GAP_BYTES, Source
 from star_elastic.errors import ElasticError
 from star_elastic.families import family_of, layout_of
 from star_elastic.layout import Layout
+from star_elastic.opened import OpenedSource
 from star_elastic.quant import bound_layout, read_quantized
 from star_elastic.slice import plan_slice
 from star_elastic.submodel import ElasticConfig, Submodel, open_elastic, read_config
@@ -32,28 +34,33 @@ class Parent:
         checkpoint: its tensors, without those that its table does not know.
         layout: its table.
         elastic: its nested models.
+        name: for people.
+        fetch: gets the bytes of its tensors where they lie on the hub.
     """
 
     checkpoint: Checkpoint
     layout: Layout
     elastic: ElasticConfig
+    name: str
+    fetch: Source | None = None
 
     @classmethod
-    def open(cls, folder: Path | str) -> Parent:
-        """Open a parent's folder; only headers are read.
+    def open(cls, source: OpenedSource) -> Parent:
+        """Read a parent's headers.
 
         Raises:
             CheckpointError: it is missing or damaged.
             UnknownNameError: its family has no table.
         """
-        _, _, elastic = open_elastic(folder)
-        checkpoint = Checkpoint.open(folder)
+        _, _, elastic = open_elastic(source.folder)
+        checkpoint = Checkpoint.open(source.folder)
         layout = layout_of(checkpoint.config)
         parts = read_quantized(layout, checkpoint).parts
         known = {
             name: info for name, info in checkpoint.tensors.items() if name in parts or layout.find(name) is not None
         }
-        return cls(replace(checkpoint, tensors=known), bound_layout(layout, parts), elastic)
+        name = source.parent or str(source.folder)
+        return cls(replace(checkpoint, tensors=known), bound_layout(layout, parts), elastic, name, source.fetch)
 
 
 def submodel_of(folder: Path, layout: Layout, parent: Parent) -> Submodel:
@@ -66,44 +73,57 @@ def submodel_of(folder: Path, layout: Layout, parent: Parent) -> Submodel:
     """
     if layout.family != parent.layout.family:
         raise ElasticError(
-            f"{folder} is a {layout.family} and {parent.checkpoint.folder} a {parent.layout.family}: give its own parent"
+            f"{folder} is a {layout.family} and {parent.name} a {parent.layout.family}: give its own parent"
         )
     table = layout_of(read_config(folder)) if layout.own_widths else layout
-    layers = _kept_layers(folder, table, parent)
+    layers, gone = _kept_layers(folder, table, parent)
     kept = layers or range(layout.num_layers)
     own = {axis: {kept[layer]: width for layer, width in by.items()} for axis, by in layout.own_widths.items()}
-    submodel = Submodel(widths=table.complete({}), layers=layers, layer_widths=own)
+    submodel = Submodel(widths={**gone, **table.complete({})}, layers=layers, layer_widths=own)
     try:
         submodel.check(parent.layout)
     except ElasticError as error:
-        raise ElasticError(f"{folder} cannot have been cut from {parent.checkpoint.folder}: {error}") from None
+        raise ElasticError(f"{folder} cannot have been cut from {parent.name}: {error}") from None
     return submodel.completed(parent.layout)
 
 
-def _kept_layers(folder: Path, layout: Layout, parent: Parent) -> tuple[int, ...] | None:
+def _kept_layers(folder: Path, layout: Layout, parent: Parent) -> tuple[tuple[int, ...] | None, dict[str, int]]:
+    """Which layers of the parent a folder has, None for all; and widths of axes that none of them has.
+
+    The latter cut no tensor, but config.json keeps their fields.
+    """
     depth = layout.num_layers
     if depth == parent.layout.num_layers:
-        return None
+        return None, {}
     record = read_front_matter(folder).get(RECORD)
-    recorded = record.get("layers") if isinstance(record, Mapping) else None
-    if isinstance(recorded, list) and all(isinstance(layer, int) for layer in recorded):
-        return tuple(recorded)
+    if isinstance(record, Mapping):
+        layers, widths = record.get("layers"), record.get("widths")
+        if isinstance(layers, list) and all(isinstance(layer, int) for layer in layers):
+            return tuple(layers), _gone(widths if isinstance(widths, Mapping) else {}, layout, parent)
     for known in parent.elastic.submodels.values():
-        if known.layers and len(known.layers) == depth and known.completed(parent.layout).widths == layout.complete({}):
-            return known.layers
+        widths = known.completed(parent.layout).widths
+        own = {axis: width for axis, width in widths.items() if axis in layout.width_axes}
+        if known.layers and len(known.layers) == depth and own == layout.complete({}):
+            return known.layers, _gone(widths, layout, parent)
     raise ElasticError(
-        f"{folder} has {depth} of the {parent.layout.num_layers} layers of {parent.checkpoint.folder}, "
+        f"{folder} has {depth} of the {parent.layout.num_layers} layers of {parent.name}, "
         "and its README.md does not say which"
     )
 
 
+def _gone(widths: Mapping[str, Any], layout: Layout, parent: Parent) -> dict[str, int]:
+    axes = parent.layout.width_axes.keys() - layout.width_axes.keys()
+    return {axis: width for axis, width in widths.items() if axis in axes and isinstance(width, int)}
+
+
 def parent_cuts(parent: Parent, submodel: Submodel) -> list[TensorCut]:
-    """The tensors that a slice of ``parent`` has.
+    """The tensors that a slice of ``parent`` has, in the order in which they lie in the parent's files.
 
     Raises:
         CheckpointError: the parent's tensors are not those of its table.
     """
-    return plan_slice(parent.layout, parent.checkpoint, submodel)
+    cuts = plan_slice(parent.layout, parent.checkpoint, submodel)
+    return sorted(cuts, key=lambda cut: (cut.info.path, cut.info.offset))
 
 
 def parent_config_faults(config: Mapping[str, Any], parent: Parent, submodel: Submodel) -> list[Fault]:
@@ -123,7 +143,10 @@ def _said(config: Mapping[str, Any], name: str) -> str:
 
 
 def parent_tensor_faults(
-    cuts: list[TensorCut], tensors: Mapping[str, TensorInfo], advance: Callable[[int], None]
+    cuts: list[TensorCut],
+    tensors: Mapping[str, TensorInfo],
+    advance: Callable[[int], None],
+    fetch: Source | None = None,
 ) -> list[Fault]:
     """Tensors that are not the parent's cut, bit for bit.
 
@@ -131,6 +154,10 @@ def parent_tensor_faults(
         cuts: from ``parent_cuts``.
         tensors: the slice's.
         advance: called with the number of bytes compared.
+        fetch: gets the parent's bytes, where they do not lie on this disk; one tensor of them does at a time.
+
+    Raises:
+        RemoteError: they cannot be fetched, or are not what the hub says.
     """
     faults = []
     for cut in cuts:
@@ -141,15 +168,28 @@ def parent_tensor_faults(
             faults.append(
                 Fault(cut.name, f"{cut.dtype} {list(cut.shape)}, the parent's cut", f"{info.dtype} {list(info.shape)}")
             )
-        elif (place := _first_difference(cut, info, advance)) is not None:
+        elif (place := _first_difference(cut, info, advance, fetch)) is not None:
             faults.append(Fault(cut.name, "the parent's cut, bit for bit", f"other numbers, the first at {place}"))
     wanted = {cut.name for cut in cuts}
     faults += [Fault(name, "no tensor that the parent lacks", "one") for name in tensors if name not in wanted]
     return faults
 
 
-def _first_difference(cut: TensorCut, info: TensorInfo, advance: Callable[[int], None]) -> list[int] | None:
+def _first_difference(
+    cut: TensorCut, info: TensorInfo, advance: Callable[[int], None], fetch: Source | None
+) -> list[int] | None:
     """Position of the first number that differs; None where all are equal. One block of each side is in memory."""
+    if fetch is None:
+        return _compare(cut, info, advance)
+    ranges = cut.ranges(GAP_BYTES)
+    fetch.need(cut.info.path, ranges, lambda _: None)
+    try:
+        return _compare(cut, info, advance)
+    finally:
+        fetch.release(cut.info.path, ranges)
+
+
+def _compare(cut: TensorCut, info: TensorInfo, advance: Callable[[int], None]) -> list[int] | None:
     start = 0
     with info.path.open("rb") as file:
         file.seek(info.offset)

@@ -11,6 +11,7 @@ from star_elastic.checkpoint import Checkpoint, TensorInfo
 from star_elastic.errors import CheckpointError, ElasticError
 from star_elastic.families import layout_of
 from star_elastic.layout import Layout
+from star_elastic.opened import is_hub_name, open_source
 from star_elastic.progress import progress_bar
 from star_elastic.quant import read_quantized
 from star_elastic.submodel import Submodel, checked_table, own_widths_in, read_config
@@ -37,7 +38,7 @@ def verify_folder(
 
     Args:
         folder: a slice, an elastic checkpoint, or any model folder of a known family.
-        against: the folder that it was cut from; every tensor must be its cut, bit for bit.
+        against: the folder or hub name that it was cut from; every tensor must be its cut, bit for bit.
         forward: also load it with transformers, run it, and compare logits with the parent's view, where there is a parent.
         numbers: look for NaN and infinity, which reads every byte.
         progress: draw a progress bar on a terminal.
@@ -47,7 +48,8 @@ def verify_folder(
 
     Raises:
         CheckpointError: ``folder`` is no folder with a config.json, or ``against`` cannot be read.
-        ElasticError: ``folder`` is no part of ``against``.
+        ElasticError: ``folder`` is no part of ``against``, or ``forward`` wants a parent that is not on this disk.
+        RemoteError: the hub has no such parent, does not give it, or cannot be reached.
 
     Example:
         >>> verify_folder("small", against="elastic").ok  # doctest: +SKIP
@@ -56,7 +58,17 @@ def verify_folder(
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         read_config(folder)  # says what is missing
-    parent = None if against is None else Parent.open(against)
+    if against is None:
+        return _verify(folder, None, forward=forward, numbers=numbers, progress=progress)
+    if forward and is_hub_name(against):
+        raise ElasticError(
+            f"--forward runs the parent, and {against} is not on this disk: leave --forward out, or get it first"
+        )
+    with open_source(against) as opened:
+        return _verify(folder, Parent.open(opened), forward=forward, numbers=numbers, progress=progress)
+
+
+def _verify(folder: Path, parent: Parent | None, *, forward: bool, numbers: bool, progress: bool) -> Verification:
     report = Verification(folder)
     config, layout = _check_config(report)
     tensors, faults, about = check_files(folder)
@@ -131,9 +143,9 @@ def _check_parent(
     cuts = parent_cuts(parent, submodel)
     size = sum(cut.nbytes for cut in cuts)
     with progress_bar("parent", size, "bytes", shown=progress and sys.stderr.isatty()) as advance:
-        faults = parent_tensor_faults(cuts, tensors, advance)
+        faults = parent_tensor_faults(cuts, tensors, advance, parent.fetch)
     faults += parent_config_faults(config, parent, submodel)
-    report.check("parent", f"{len(cuts)} tensors are the cut of {parent.checkpoint.folder}, bit for bit", faults)
+    report.check("parent", f"{len(cuts)} tensors are the cut of {parent.name}, bit for bit", faults)
     return submodel
 
 
