@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= demo-out
+GPUS ?= 1
 
 MODELOPT := .venv-modelopt
 ENGINES := .venv-engines
@@ -17,7 +18,7 @@ help:
 	@echo "make test-modelopt  quantized slices against NVIDIA Model Optimizer, in an environment of its own"
 	@echo "make test-engines   slices in llama.cpp and vLLM, in environments of their own (5 GB)"
 	@echo "make bench      the benchmarks: one table and one JSON line each"
-	@echo "make bench-gpu  what only a GPU can show"
+	@echo "make bench-gpu  what only a GPU can show; GPUS=4 shards over four"
 	@echo "make clean      remove the environment, caches and the demo's output"
 
 $(READY): pyproject.toml constraints.txt
@@ -75,6 +76,8 @@ bench: $(READY)
 
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
+	test -d $(OUT) || $(BIN)/star-elastic demo --out $(OUT)
+	$(BIN)/torchrun --standalone --nproc-per-node $(GPUS) benchmarks/gpu_train.py --demo $(OUT)
 
 clean:
 	rm -rf $(VENV) $(MODELOPT) $(ENGINES) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(OUT)

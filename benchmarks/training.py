@@ -15,7 +15,8 @@ Each *arm* is one run. Its result is one JSON file in RESULTS, and a rerun goes 
   ``two-stage-skewed``: both, as published.
 
 Every arm sees rows in an order drawn from its seed. Held-out numbers: divergence from the parent (KD) and next-token
-cross-entropy (CE), nats per token, in rows of the training length and in rows four times as long.
+cross-entropy (CE), nats per token, in rows of the training length and in rows four times as long. Matrix products are in bf16 where
+the CPU has them, else in fp32; each result says which.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from star_elastic.submodel import ElasticConfig, Submodel
 from star_elastic.train import train_family
 from star_elastic.train.data import Batch, calibration_batches
 from star_elastic.train.documents import load_tokenizer
+from star_elastic.train.precision import fast_dtype
 from star_elastic.train.recipe import Recipe
 
 BUDGETS = {"full": 1.0, "mid": 0.75, "small": 0.5}  # shares of all parameters
@@ -140,7 +142,9 @@ def main() -> None:
         for arm in ("learned", *(arm for arm in options.arms if arm != "learned")):
             if not job.file(arm).exists():
                 begin = time.perf_counter()
-                result = ARMS[arm](job) | {"arm": arm, "seed": seed, "seconds": time.perf_counter() - begin}
+                products = "fp32" if fast_dtype(torch.device("cpu")) is None else "bf16"
+                result = ARMS[arm](job) | {"arm": arm, "seed": seed, "products": products}
+                result["seconds"] = time.perf_counter() - begin
                 job.file(arm).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
                 print(job.file(arm).name, json.dumps(result["sizes"]), f"{result['seconds']:.0f} s", flush=True)
 

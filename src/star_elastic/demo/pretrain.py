@@ -15,8 +15,10 @@ from star_elastic.demo.task import ROWS, TEXT
 from star_elastic.progress import progress_bar
 from star_elastic.train.data import open_documents, pad_token, training_loader
 from star_elastic.train.documents import load_tokenizer
+from star_elastic.train.precision import fast_dtype
 from star_elastic.train.recipe import DataRecipe, SourceRecipe
 from star_elastic.train.schedule import learning_rate
+from star_elastic.train.teacher import autocast
 
 KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 
@@ -112,8 +114,8 @@ def pretrain(model: Any, data: Path, tokenizer: Any, settings: Settings, *, prog
 
 
 def next_token_loss(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over real targets, products in bf16. ids, mask: (B, T)."""
-    with torch.autocast(ids.device.type, torch.bfloat16):
+    """Mean cross-entropy over real targets, products in bf16 where the hardware has them. ids, mask: (B, T)."""
+    with autocast(ids.device, fast_dtype(ids.device)):
         logits = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=False).logits
     targets = ids[:, 1:].masked_fill(mask[:, 1:] == 0, -100)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)

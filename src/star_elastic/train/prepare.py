@@ -18,6 +18,7 @@ from star_elastic.submodel import ElasticConfig, open_elastic
 from star_elastic.train.balance import bias_rows
 from star_elastic.train.data import open_documents
 from star_elastic.train.documents import Documents, load_tokenizer
+from star_elastic.train.precision import fast_dtype
 from star_elastic.train.ranks import ALONE, Ranks
 from star_elastic.train.recipe import Recipe
 from star_elastic.train.sharding import check_group
@@ -204,12 +205,7 @@ def check_lengths(stages: tuple[Stage, ...], longest: int | None) -> None:
 
 
 def _autocast(recipe: Recipe, device: torch.device) -> torch.dtype | None:
-    """bf16 where asked for; with ``auto`` where the hardware multiplies bf16, since emulated it is slower than fp32."""
+    """bf16 where asked for; with ``auto`` where the hardware multiplies bf16."""
     if recipe.precision == "auto" and recipe.master_weights == "fp32":
-        if device.type == "cpu":
-            capabilities = torch.cpu.get_capabilities()
-            fast = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
-        else:
-            fast = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if fast else None
+        return fast_dtype(device)
     return None if recipe.precision == "fp32" else torch.bfloat16
