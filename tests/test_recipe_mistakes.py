@@ -130,3 +130,8 @@ def test_tokens_are_written_in_many_ways(tmp_path, written, tokens):
 @pytest.mark.parametrize(("written", "rate"), [("1e-4", 1e-4), ("0.0001", 1e-4), ("2.0e-4", 2e-4), ("1", 1.0), ("'0.5'", 0.5)])
 def test_rates_are_written_in_many_ways(tmp_path, written, rate):
     assert load_recipe(write(tmp_path, f"{ANY}steps: 100\noptimizer: {{lr: {written}}}")).optimizer.lr == rate
+
+
+def test_a_number_as_a_name_is_told(tmp_path):
+    told = refused(tmp_path, ANY + "steps: 100\nbudgets: {12: {params: 0.5}}")
+    assert told.split(": ", 1)[1] == "budgets.12: 12 is no text, as a name should be: quote it"

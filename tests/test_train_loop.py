@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny import tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,7 +44,7 @@ from star_elastic.train.data import open_documents, training_loader
 from star_elastic.train.documents import load_tokenizer
 from star_elastic.train.interrupt import StopRequest
 from star_elastic.train.loop import TrainingStopped
-from star_elastic.train.report import Losses, SubmodelReport
+from star_elastic.train.report import Choice, Losses, SubmodelReport, TrainReport
 from star_elastic.train.schedule import learning_rate
 from star_elastic.train.state import RunFolder, random_states, restore_random_states
 
@@ -428,10 +432,36 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_no_folder(recipe, t
     (tmp_path / "deep/mine").write_text("keep")
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "log", dying(6, fail))
-        with pytest.raises(type(error)):
+        with pytest.raises((RuntimeError, TrainingStopped)) as caught:
             train(recipe, f"output={tmp_path / 'deep/er/out'}")
+    if isinstance(error, KeyboardInterrupt):  # a second Ctrl-C, say
+        said = "interrupted; the last checkpoint is .*step-00000005: continue with the same command and --resume"
+        assert re.search(said, str(caught.value))
     assert (tmp_path / "deep/er/out.run/checkpoints/step-00000005").is_dir()
     train(recipe, f"output={tmp_path / 'deep/er/out'}", resume=True)
+
+
+def test_an_interrupt_while_a_run_is_resumed_says_that_its_checkpoint_is_kept(recipe, tmp_path, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "log", dying(6, die))
+        with pytest.raises(Killed):
+            train(recipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "restore", interrupted)
+        with pytest.raises(TrainingStopped, match="step-00000005: continue with the same command and --resume"):
+            train(recipe, resume=True)
+    train(recipe, resume=True)
+
+
+def test_notes_are_told_before_the_first_step(recipe, monkeypatch, capsys):
+    said = []
+    monkeypatch.setattr(loop.Trainer, "train", lambda *args: said.append(capsys.readouterr().out) or die())
+    with pytest.raises(Killed):
+        train_family(recipe)
+    assert "note: the parent is not sorted along expert_ffn, hidden" in said[0]
 
 
 def test_a_folder_that_was_there_before_the_run_is_not_removed(recipe, tmp_path, monkeypatch):
@@ -582,3 +612,17 @@ def test_losses_are_summarised():
     assert (report.kd_first, report.kd_mean, report.steps) == (0.0, 14.5, 30)
     assert report.kd_recent == sum(range(10, 30)) / 20
     assert SubmodelReport.of(7, 0.5, Losses()).kd_mean is None
+
+
+def test_the_table_of_learned_widths_fits_a_terminal_and_widths_are_whole():
+    cut = {"hidden": 1920, "expert_ffn": 960, "shared_ffn": 1856, "mamba_heads": 48, "experts": 96}
+    choice = Choice("active_params", 2.1e9, 2.0991e9, -4e-4, 0.983, True, cut, "2.099B of 2.100B")
+    entry = SubmodelReport.of(12_400_000_000, 1.0, Losses(), choice)
+    console = Console(width=80, file=io.StringIO())
+    TrainReport(Path("out"), 1, 1, 1.0, {"small-model": entry}).print(console)
+    lines = console.file.getvalue().splitlines()
+    row = next(line for line in lines if "active_params" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "small-model", "active_params", "2.100B", "2.099B", "-0.0%", "0.983",
+    ]  # fmt: skip
+    assert "small-model: hidden 1920, expert_ffn 960, shared_ffn 1856, mamba_heads 48, experts 96" in lines

@@ -386,3 +386,10 @@ def test_experts_under_a_budget_of_active_parameters_are_warned_about(content, t
         del content["stages"][1:]
         notes = prepare(load_recipe(write_recipe(content, tmp_path))).notes
         assert any("does not see experts" in note for note in notes) == warned
+
+
+@pytest.mark.parametrize("options", [(), ("router.loss=expected",)])
+def test_a_loss_that_cannot_list_its_choices_says_which_it_takes(content, tmp_path, monkeypatch, options):
+    monkeypatch.setattr("star_elastic.train.budget_loss.MOST_CHOICES", 2)
+    notes = prepare(load_recipe(write_recipe(content, tmp_path), options)).notes
+    assert any(note.startswith("router.loss is expected, not choices") for note in notes) == (not options)

@@ -115,6 +115,11 @@ def read_places(shard: Path) -> dict[int, Place]:
     return places
 
 
+def cache_bytes(folder: Path) -> int:
+    """What the answers in a cache take on disk."""
+    return sum(shard.stat().st_size for shard in folder.glob("stage-*/*.safetensors"))
+
+
 def real_rows(batch: Batch) -> list[Tensor]:
     """The rows of a batch without padding."""
     return [ids[mask != 0] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
