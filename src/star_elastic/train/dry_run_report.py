@@ -44,7 +44,8 @@ def print_dry_run(planned: DryRun, console: Console) -> None:
 
     tokens = sum(stage.tokens for stage in planned.stages)
     steps = sum(stage.steps for stage in planned.stages)
-    say(f"{planned.parent}: {steps:,} steps, {format_count(tokens)} tokens, on {planned.world_size} devices")
+    devices = "1 device" if planned.world_size == 1 else f"{planned.world_size} devices"
+    say(f"{planned.parent}: {steps:,} steps, {format_count(tokens)} tokens, on {devices}")
     console.print(_stages_table(planned))
     if planned.budgets:
         console.print(_budgets_table(planned))

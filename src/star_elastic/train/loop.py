@@ -443,9 +443,13 @@ class Trainer:
         kept = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
         first = self.position.step * self.stage.batch_size
         rows = f"rows {first} to {first + self.stage.batch_size - 1} of stage {self.position.stage}"
+        advice = "begin a new run with a lower optimizer.lr, or precision=fp32"
+        if self.step == 0:  # so it is no learning rate's fault
+            advice = (
+                "nothing was learned yet: look for numbers that are not finite in the parent, or use precision=fp32"
+            )
         raise TrainingStopped(
-            f"{what} is {value.item()} at step {self.step + 1}, submodel {submodel!r}, {rows}; {kept}; "
-            "begin a new run with a lower optimizer.lr, or precision=fp32"
+            f"{what} is {value.item()} at step {self.step + 1}, submodel {submodel!r}, {rows}; {kept}; {advice}"
         )
 
 
