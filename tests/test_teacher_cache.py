@@ -183,6 +183,14 @@ def test_a_signal_stops_between_batches(recipe, tmp_path, monkeypatch):
     cache(recipe, tmp_path / "answers", k=3, resume=True)
 
 
+def test_a_signal_while_the_folder_is_made_says_how_to_go_on(recipe, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_run._Writer, "check_space", lambda *args: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(CachingStopped, match="the same with --resume continues"):
+            cache(recipe, tmp_path / "answers", k=3)
+    cache(recipe, tmp_path / "answers", k=3, resume=True)
+
+
 # What is refused
 
 

@@ -110,10 +110,11 @@ def cache_teacher(
     target = check_target(out, recipe.parent)
     folder = target.with_name(f"{target.name}.run")
     how = {"top_k": k, "dtype": dtype, "precision": "fp32" if plan.autocast is None else "bf16"}
-    _begin(folder, identity(plan), how, resume)
-    writer = _Writer(plan, folder, k, dtype)
-    writer.check_space(progress)
-    with StopRequest() as stop:
+    made_from = identity(plan)
+    with StopRequest() as stop:  # before the folder is there: Ctrl-C then always says how to go on in it
+        _begin(folder, made_from, how, resume)
+        writer = _Writer(plan, folder, k, dtype)
+        writer.check_space(progress)
         writer.write(stop, progress)
     folder.rename(target)
     return writer.report(target)
