@@ -127,7 +127,9 @@ def test_a_run_that_was_stopped_goes_on_in_another_number_of_processes(recipe, t
     checkpoint = tmp_path / f"out.run/checkpoints/step-{step:08d}"
     files = sorted(str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file())
     assert len([name for name in files if name.startswith("shards/")]) == (before if before > 1 else 0)
-    assert all(name.endswith(".safetensors") or name == "state.json" for name in files)  # so there is no pickle
+    assert all(
+        name.endswith(".safetensors") or name in ("state.json", "sums.json") for name in files
+    )  # so there is no pickle
 
     run(tmp_path / "log", after, command, recipe, "ema=0.5", "--resume")
     assert_same_result(tmp_path / "out", tmp_path / "alone")
@@ -145,7 +147,7 @@ def unable(recipe: Path, name: str, by: int, *words: str) -> int:
     return command(recipe, *words)
 
 
-@pytest.mark.parametrize("name", ["state._write", "loop.write_family"])
+@pytest.mark.parametrize("name", ["state.write_files", "loop.write_family"])
 def test_a_full_disk_is_told_once_and_keeps_the_last_checkpoint(recipe, tmp_path, name):
     ended = Processes(tmp_path / "log", 2, unable, recipe, name, 0).wait()
     assert [process.code for process in ended] == [2, 2]

@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from star_elastic.cli import main
 from star_elastic.demo.tokenizer import write_tokenizer
-from star_elastic.errors import DataError, RecipeError, TargetError, UnknownNameError, WidthError
+from star_elastic.errors import CheckpointError, DataError, RecipeError, TargetError, UnknownNameError, WidthError
 from star_elastic.families import layout_of
 from star_elastic.slice import slice_checkpoint
 from star_elastic.submodel import Submodel, read_config
 from star_elastic.train.anneal import Anneal
+from star_elastic.train.cache_run import cache_teacher
 from star_elastic.train.dry_run import DryRun, dry_run
 
 NANO = Path(__file__).parent.parent / "recipes" / "nano-v3.yaml"
@@ -260,3 +261,26 @@ def test_its_options_need_it(content: dict[str, Any], tmp_path: Path, capsys: py
     assert "belong to --dry-run" in refused(["train", recipe, "--world-size", "2"], capsys)
     assert "want a positive size such as" in refused(["train", recipe, "--dry-run", "--device-memory", "much"], capsys)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_cache_takes_the_place_of_the_teacher_and_is_checked(
+    content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content["router"] = {"max_extension": 0}
+    recipe, answers = written(content, tmp_path), tmp_path / "answers"
+    before = dry_run(recipe)
+    cache_teacher(recipe, answers, 3, progress=False)
+    cached = dry_run(recipe, [f"teacher_cache={answers}"])
+    for one, other in zip(before.stages, cached.stages, strict=True):
+        assert one.memory.teacher > other.memory.teacher == 0
+        assert one.memory.total - other.memory.total == one.memory.teacher
+    assert cached.cache_bytes == sum(file.stat().st_size for file in answers.rglob("*.safetensors"))
+    assert before.cache_bytes is None and "teacher" in before.assumed
+    capsys.readouterr()
+    assert main(["train", str(recipe), "--dry-run", f"teacher_cache={answers}"]) == 0
+    said = capsys.readouterr().out
+    assert "the teacher's answers take" in said and max(map(len, said.splitlines())) < 200
+    with pytest.raises(RecipeError, match="teacher_cache: .* belongs to seed 0, not 1"):
+        dry_run(recipe, [f"teacher_cache={answers}", "seed=1"])
+    with pytest.raises(CheckpointError, match="nowhere holds no cache.json"):
+        dry_run(recipe, [f"teacher_cache={tmp_path / 'nowhere'}"])

@@ -80,7 +80,10 @@ def test_a_list_without_items_is_still_refused(tmp_path):
         ("2020-13-45", "recipe.yaml:1: not valid YAML: '2020-13-45' cannot be read (month must be in 1..12); quote it"),
         ("!!int x", "recipe.yaml:1: not valid YAML: 'x' cannot be read"),
         ("9" * 5000, "recipe.yaml:1: not valid YAML: '9999"),
-        ("&p [*p]", "recipe.yaml:1: not valid YAML: nested more than 20 levels deep, or an alias inside what it stands for"),
+        (
+            "&p [*p]",
+            "recipe.yaml:1: not valid YAML: nested more than 20 levels deep, or an alias inside what it stands for",
+        ),
         ("&p {a: *p}", "recipe.yaml:1: not valid YAML: nested more than 20 levels deep, or an alias inside"),
         ("[" * 3000, "recipe.yaml: not valid YAML: nested more than 20 levels deep"),
         ("[" * 100 + "]" * 100, "recipe.yaml:1: not valid YAML: nested more than 20 levels deep"),
@@ -122,11 +125,20 @@ def test_a_value_of_another_kind_is_not_taken_for_a_number(tmp_path, line, messa
     assert refused(tmp_path, ANY + line).split(": ", 1)[1] == message
 
 
-@pytest.mark.parametrize(("written", "tokens"), [("60B", 60e9), ("1.5e9", 1.5e9), ("1.5e+9", 1.5e9), ("6_000_000", 6e6)])
+@pytest.mark.parametrize(
+    ("written", "tokens"), [("60B", 60e9), ("1.5e9", 1.5e9), ("1.5e+9", 1.5e9), ("6_000_000", 6e6)]
+)
 def test_tokens_are_written_in_many_ways(tmp_path, written, tokens):
     assert load_recipe(write(tmp_path, f"{ANY}tokens: {written}")).tokens == tokens
 
 
-@pytest.mark.parametrize(("written", "rate"), [("1e-4", 1e-4), ("0.0001", 1e-4), ("2.0e-4", 2e-4), ("1", 1.0), ("'0.5'", 0.5)])
+@pytest.mark.parametrize(
+    ("written", "rate"), [("1e-4", 1e-4), ("0.0001", 1e-4), ("2.0e-4", 2e-4), ("1", 1.0), ("'0.5'", 0.5)]
+)
 def test_rates_are_written_in_many_ways(tmp_path, written, rate):
     assert load_recipe(write(tmp_path, f"{ANY}steps: 100\noptimizer: {{lr: {written}}}")).optimizer.lr == rate
+
+
+def test_a_number_as_a_name_is_told(tmp_path):
+    told = refused(tmp_path, ANY + "steps: 100\nbudgets: {12: {params: 0.5}}")
+    assert told.split(": ", 1)[1] == "budgets.12: 12 is no text, as a name should be: quote it"

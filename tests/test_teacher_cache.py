@@ -183,6 +183,14 @@ def test_a_signal_stops_between_batches(recipe, tmp_path, monkeypatch):
     cache(recipe, tmp_path / "answers", k=3, resume=True)
 
 
+def test_a_signal_while_the_folder_is_made_says_how_to_go_on(recipe, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_run._Writer, "check_space", lambda *args: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(CachingStopped, match="the same with --resume continues"):
+            cache(recipe, tmp_path / "answers", k=3)
+    cache(recipe, tmp_path / "answers", k=3, resume=True)
+
+
 # What is refused
 
 
@@ -202,6 +210,7 @@ def test_a_cache_of_something_else_is_refused_before_weights_are_loaded(recipe, 
     shuffled.write_text(text.replace("word", "mood"))
     longer = [STAGES[0], {**STAGES[1], "sequence_length": 16}]
     more = [STAGES[0], {**STAGES[1], "steps": 5}]
+    other_first = [{**STAGES[0], "sequence_length": 15}, STAGES[1]]
     monkeypatch.setattr(models, "load_model", None)
     for change, told in {
         f"parent={other}": "belongs to another parent",
@@ -210,6 +219,7 @@ def test_a_cache_of_something_else_is_refused_before_weights_are_loaded(recipe, 
         f"data.sources.0.path={shuffled}": "belongs to other data",
         "data.packing=cross": "belongs to other data",
         f"stages={json.dumps(longer)}": "has 8 rows of 20 tokens for stage 1, the recipe reads 8 of 16",
+        f"stages={json.dumps(other_first)}": r"has \d+ rows of \d+ tokens for stage 0, the recipe reads \d+ of 15",
         f"stages={json.dumps(more)}": "has 8 rows of 20 tokens for stage 1, the recipe reads 10 of 20",
         f"teacher_cache={tmp_path / 'text'}": "holds no cache.json: make it with cache-teacher",
     }.items():

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny import tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,13 +39,13 @@ from star_elastic.errors import (
 )
 from star_elastic.slice import slice_checkpoint
 from star_elastic.submodel import ElasticConfig, Submodel
-from star_elastic.train import load_recipe, loop, models, teacher, train_family
+from star_elastic.train import checkpoint_files, load_recipe, loop, models, teacher, train_family
 from star_elastic.train.curriculum import BudgetSampler
 from star_elastic.train.data import open_documents, training_loader
 from star_elastic.train.documents import load_tokenizer
 from star_elastic.train.interrupt import StopRequest
 from star_elastic.train.loop import TrainingStopped
-from star_elastic.train.report import Losses, SubmodelReport
+from star_elastic.train.report import Choice, Losses, SubmodelReport, TrainReport
 from star_elastic.train.schedule import learning_rate
 from star_elastic.train.state import RunFolder, random_states, restore_random_states
 
@@ -56,6 +61,10 @@ def parent(tmp_path_factory):
 
 @pytest.fixture
 def recipe(parent, tmp_path):
+    return written(parent, tmp_path)
+
+
+def written(parent, tmp_path):
     """A recipe file over a parent of three layers, chains of sums and some text; `output` is tmp_path/out."""
     with (tmp_path / "sums.jsonl").open("w") as file:
         for i in range(60):
@@ -67,7 +76,10 @@ def recipe(parent, tmp_path):
         "output": str(tmp_path / "out"),
         "submodels": {"full": {}, "small": {"widths": SMALL}},
         "data": {
-            "sources": [{"path": str(tmp_path / "sums.jsonl"), "kind": "reasoning"}, {"path": str(tmp_path / "text.txt")}],
+            "sources": [
+                {"path": str(tmp_path / "sums.jsonl"), "kind": "reasoning"},
+                {"path": str(tmp_path / "text.txt")},
+            ],
             "shuffle_tokens": 256,
         },
         "sequence_length": 16,
@@ -93,7 +105,10 @@ def metrics(folder):
 
 
 def timeless(lines):
-    return [{key: value for key, value in line.items() if key not in ("tokens_per_second", "memory_bytes")} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in ("tokens_per_second", "memory_bytes")}
+        for line in lines
+    ]
 
 
 def weights(folder):
@@ -122,7 +137,9 @@ def test_the_output_is_an_ordinary_folder_with_submodels_and_numbers(recipe, par
     assert {key: after[key] for key in before} == before and after["hybrid_override_pattern"] == "ME*"
     card = (out / "README.md").read_text()
     assert f"{report.submodels['small'].params:,}" in card and "--to NAME" in card
-    assert AutoTokenizer.from_pretrained(out)("a")["input_ids"] == AutoTokenizer.from_pretrained(parent)("a")["input_ids"]
+    assert (
+        AutoTokenizer.from_pretrained(out)("a")["input_ids"] == AutoTokenizer.from_pretrained(parent)("a")["input_ids"]
+    )
     config = ElasticConfig.load(out)
     assert config.get("small").widths["hidden"] == 48 and list(config.submodels) == ["full", "small"]
     assert config.provenance["training"]["recipe"]["steps"] == 10
@@ -181,7 +198,12 @@ def test_one_submodel_alone_trains_as_its_exported_slice_would(recipe, parent, t
     settings = load_recipe(recipe)
     tokenizer = load_tokenizer(parent)
     loader = training_loader(
-        open_documents(settings.data, tokenizer), settings.data, length=16, batch_size=2, seed=0, pad=tokenizer.pad_token_id
+        open_documents(settings.data, tokenizer),
+        settings.data,
+        length=16,
+        batch_size=2,
+        seed=0,
+        pad=tokenizer.pad_token_id,
     )
     teacher = AutoModelForCausalLM.from_pretrained(parent).eval()
     child = AutoModelForCausalLM.from_pretrained(slice_of(parent, tmp_path / "child")).train()
@@ -253,8 +275,9 @@ def test_activation_checkpointing_changes_no_number(recipe, tmp_path):
 
 def test_submodels_come_from_elastic_json_by_default_and_by_name(recipe, parent, tmp_path):
     elastic = tmp_path / "elastic"
-    ElasticModel.from_pretrained(parent, submodels={"a": Submodel(widths=SMALL), "b": Submodel(widths={"hidden": 56})}
-                                 ).save_pretrained(elastic)
+    ElasticModel.from_pretrained(
+        parent, submodels={"a": Submodel(widths=SMALL), "b": Submodel(widths={"hidden": 56})}
+    ).save_pretrained(elastic)
     write_tokenizer(elastic)
     train(recipe, f"parent={elastic}", "submodels=null", "steps=3")
     assert list(ElasticConfig.load(tmp_path / "out").submodels) == ["a", "b"]
@@ -354,13 +377,11 @@ def test_checkpoints_are_whole_the_last_few_stay_and_hold_no_pickle(recipe, tmp_
         train(recipe, "checkpoint_every=2", "keep_checkpoints=3")
     checkpoints = sorted((tmp_path / "out.run/checkpoints").iterdir())
     assert [folder.name for folder in checkpoints] == [f"step-0000000{n}" for n in (4, 6, 8)]
-    names = {"model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"}
+    names = {"model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json", "sums.json"}
     assert all({file.name for file in folder.iterdir()} == names for folder in checkpoints)
 
 
 def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(recipe, tmp_path, monkeypatch):
-    from star_elastic.train import state
-
     saves = []
 
     def save_file(tensors, path):
@@ -369,10 +390,12 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(recipe, tmp_path, m
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         original(tensors, path)
 
-    original = state.save_file
+    original = checkpoint_files.save_file
     with monkeypatch.context() as patch:
-        patch.setattr(state, "save_file", save_file)
-        with pytest.raises(CheckpointError, match="No space left on device"):
+        patch.setattr(checkpoint_files, "save_file", save_file)
+        with pytest.raises(
+            CheckpointError, match="No space left on device.*step-00000003 stays: make room, and continue with --resume"
+        ):
             train(recipe, "checkpoint_every=3")
     assert [folder.name for folder in (tmp_path / "out.run/checkpoints").iterdir()] == ["step-00000003"]
     train(recipe, "checkpoint_every=3", resume=True)
@@ -409,7 +432,9 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_checkpoint(recipe, tmp_
 
 def test_an_infinite_gradient_stops_too(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "clip_gradients", lambda *args: torch.tensor(float("inf")))
-    with pytest.raises(TrainingStopped, match="gradient norm is inf at step 1.*no checkpoint yet"):
+    with pytest.raises(
+        TrainingStopped, match="gradient norm is inf at step 1.*no checkpoint yet; nothing was learned yet: look for"
+    ):
         train(recipe)
 
 
@@ -428,10 +453,36 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_no_folder(recipe, t
     (tmp_path / "deep/mine").write_text("keep")
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "log", dying(6, fail))
-        with pytest.raises(type(error)):
+        with pytest.raises((RuntimeError, TrainingStopped)) as caught:
             train(recipe, f"output={tmp_path / 'deep/er/out'}")
+    if isinstance(error, KeyboardInterrupt):  # a second Ctrl-C, say
+        said = "interrupted; the last checkpoint is .*step-00000005: continue with the same command and --resume"
+        assert re.search(said, str(caught.value))
     assert (tmp_path / "deep/er/out.run/checkpoints/step-00000005").is_dir()
     train(recipe, f"output={tmp_path / 'deep/er/out'}", resume=True)
+
+
+def test_an_interrupt_while_a_run_is_resumed_says_that_its_checkpoint_is_kept(recipe, tmp_path, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "log", dying(6, die))
+        with pytest.raises(Killed):
+            train(recipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "restore", interrupted)
+        with pytest.raises(TrainingStopped, match="step-00000005: continue with the same command and --resume"):
+            train(recipe, resume=True)
+    train(recipe, resume=True)
+
+
+def test_notes_are_told_before_the_first_step(recipe, monkeypatch, capsys):
+    said = []
+    monkeypatch.setattr(loop.Trainer, "train", lambda *args: said.append(capsys.readouterr().out) or die())
+    with pytest.raises(Killed):
+        train_family(recipe)
+    assert "note: the parent is not sorted along expert_ffn, hidden" in said[0]
 
 
 def test_a_folder_that_was_there_before_the_run_is_not_removed(recipe, tmp_path, monkeypatch):
@@ -457,6 +508,69 @@ def test_a_damaged_checkpoint_is_told(recipe, tmp_path, monkeypatch):
     (tmp_path / "out.run/checkpoints/step-00000005/model.safetensors").write_bytes(b"xx")
     with pytest.raises(CheckpointError, match=r"step-00000005 cannot be read .*remove it"):
         train(recipe, resume=True)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-50])
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 0x40  # inside the last tensor: still a file that loads
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def stopped(parent, tmp_path_factory):
+    """A run that died after its checkpoint of step 5, to copy."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "log", dying(7, die))
+        with pytest.raises(Killed):
+            train(written(parent, folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", flip),
+        ("optimizer.safetensors", flip),
+        ("random.safetensors", cut),
+        ("optimizer.safetensors", Path.unlink),
+        ("random.safetensors", Path.unlink),
+        ("state.json", lambda file: file.write_text("{}")),
+        ("sums.json", Path.unlink),
+        ("sums.json", cut),
+    ],
+)
+def test_every_damage_to_a_checkpoint_is_one_line(stopped, tmp_path, name, damage):
+    shutil.copytree(stopped / "out.run", tmp_path / "out.run")
+    damage(tmp_path / "out.run/checkpoints/step-00000005" / name)
+    with pytest.raises(CheckpointError, match=rf"step-00000005 cannot be read \(.*{name}.*remove it") as caught:
+        train(stopped / "recipe.yaml", f"output={tmp_path / 'out'}", resume=True)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_other_damage_to_a_run_is_one_line_and_a_copy_of_a_checkpoint_is_left_alone(stopped, tmp_path):
+    def resume():
+        train(stopped / "recipe.yaml", f"output={tmp_path / 'out'}", resume=True)
+
+    run = tmp_path / "out.run"
+    shutil.copytree(stopped / "out.run", run)
+    (run / "checkpoints/step-00000005.mine").mkdir()
+    lines = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(lines + "garbage\n")
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl has lines that no run wrote \(.*\); remove them"):
+        resume()
+    (run / "metrics.jsonl").write_text(lines)
+    told = (run / "recipe.json").read_text()
+    (run / "recipe.json").unlink()
+    with pytest.raises(CheckpointError, match=r"recipe.json does not exist"):
+        resume()
+    (run / "recipe.json").write_text(told)
+    resume()
+    assert timeless(metrics(tmp_path / "out"))[-1]["step"] == 10
 
 
 def test_stop_requests_are_caught_once_and_only_in_the_main_thread():
@@ -505,7 +619,11 @@ def no_loading(monkeypatch):
         ("parent=/nowhere", CheckpointError, "/nowhere does not exist"),
         ("device=tpu9", ElasticError, "device 'tpu9' cannot be used here"),
         ("device=meta", ElasticError, "device 'meta' holds no numbers"),
-        ("submodels.full.widths={hidden: 48}", ReservedNameError, "submodel 'full': 'full' always means the whole model"),
+        (
+            "submodels.full.widths={hidden: 48}",
+            ReservedNameError,
+            "submodel 'full': 'full' always means the whole model",
+        ),
         ("submodels.full.layers=[1, 2]", ReservedNameError, "submodel 'full': 'full' always means the whole model"),
         ("data.sources.0.path=/nowhere.txt", DataError, "data /nowhere.txt does not exist"),
         ("data.sources.0.field=thought", DataError, r"sums\.jsonl:1: no field 'thought'"),
@@ -582,3 +700,17 @@ def test_losses_are_summarised():
     assert (report.kd_first, report.kd_mean, report.steps) == (0.0, 14.5, 30)
     assert report.kd_recent == sum(range(10, 30)) / 20
     assert SubmodelReport.of(7, 0.5, Losses()).kd_mean is None
+
+
+def test_the_table_of_learned_widths_fits_a_terminal_and_widths_are_whole():
+    cut = {"hidden": 1920, "expert_ffn": 960, "shared_ffn": 1856, "mamba_heads": 48, "experts": 96}
+    choice = Choice("active_params", 2.1e9, 2.0991e9, -4e-4, 0.983, True, cut, "2.099B of 2.100B")
+    entry = SubmodelReport.of(12_400_000_000, 1.0, Losses(), choice)
+    console = Console(width=80, file=io.StringIO())
+    TrainReport(Path("out"), 1, 1, 1.0, {"small-model": entry}).print(console)
+    lines = console.file.getvalue().splitlines()
+    row = next(line for line in lines if "active_params" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "small-model", "active_params", "2.100B", "2.099B", "-0.0%", "0.983",
+    ]  # fmt: skip
+    assert "small-model: hidden 1920, expert_ffn 960, shared_ffn 1856, mamba_heads 48, experts 96" in lines

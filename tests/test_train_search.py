@@ -28,8 +28,7 @@ from star_elastic.router import Router
 from star_elastic.router_freeze import BudgetMissed
 from star_elastic.slice import slice_checkpoint
 from star_elastic.submodel import ElasticConfig
-from star_elastic.train import load_recipe, models
-from star_elastic.train import state as state_module
+from star_elastic.train import checkpoint_files, load_recipe, models
 from star_elastic.train.loop import Trainer, TrainingStopped
 from star_elastic.train.prepare import prepare
 from star_elastic.train.search import Search
@@ -251,7 +250,7 @@ def test_ten_steps_equal_a_part_and_the_rest_bit_for_bit(recipe, tmp_path, monke
 
 
 def test_a_full_disk_keeps_the_last_checkpoint_with_its_router(recipe, tmp_path, monkeypatch):
-    original, saves = state_module.save_file, []
+    original, saves = checkpoint_files.save_file, []
 
     def save_file(tensors, path):
         saves.append(path)
@@ -260,7 +259,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_with_its_router(recipe, tmp_path,
         original(tensors, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(state_module, "save_file", save_file)
+        patch.setattr(checkpoint_files, "save_file", save_file)
         with pytest.raises(CheckpointError, match="No space left on device"):
             train(recipe, *LENIENT, "checkpoint_every=2")
     (kept,) = (tmp_path / "out.run/checkpoints").iterdir()
@@ -386,3 +385,10 @@ def test_experts_under_a_budget_of_active_parameters_are_warned_about(content, t
         del content["stages"][1:]
         notes = prepare(load_recipe(write_recipe(content, tmp_path))).notes
         assert any("does not see experts" in note for note in notes) == warned
+
+
+@pytest.mark.parametrize("options", [(), ("router.loss=expected",)])
+def test_a_loss_that_cannot_list_its_choices_says_which_it_takes(content, tmp_path, monkeypatch, options):
+    monkeypatch.setattr("star_elastic.train.budget_loss.MOST_CHOICES", 2)
+    notes = prepare(load_recipe(write_recipe(content, tmp_path), options)).notes
+    assert any(note.startswith("router.loss is expected, not choices") for note in notes) == (not options)

@@ -15,7 +15,7 @@ from star_elastic.cost import FORMATS, Layers
 from star_elastic.errors import ElasticError, UnknownNameError, nearest
 from star_elastic.ladder import Budget as Bound
 from star_elastic.layout import Layout
-from star_elastic.units import parse_count, parse_size
+from star_elastic.units import format_milliseconds, parse_count, parse_size
 
 KINDS = ("params", "active_params", "memory", "latency")
 EXAMPLES = {"params": "12B", "active_params": "2.1B", "memory": "24GiB", "latency": "35ms"}
@@ -141,7 +141,7 @@ class Budget:
 
     def text(self, value: float) -> str:
         """A cost of this kind, for people."""
-        return f"{value * 1000:.3g} ms" if self.kind == "latency" else self._bound.text(value)
+        return format_milliseconds(value) if self.kind == "latency" else self._bound.text(value)
 
     @property
     def _bound(self) -> Bound:
@@ -168,7 +168,9 @@ def read_value(name: str, kind: str, value: float | str) -> tuple[float, bool]:
     if not math.isfinite(number) or number <= 0:
         raise BudgetError(f"budget {name!r}: {value!r} is not positive: {wanted}")
     if kind in ("params", "active_params") and not is_fraction and number < FEWEST_PARAMS:
-        raise BudgetError(f"budget {name!r}: {value!r} is above 1, so no fraction, and no number of parameters: {wanted}")
+        raise BudgetError(
+            f"budget {name!r}: {value!r} is above 1, so no fraction, and no number of parameters: {wanted}"
+        )
     return number, is_fraction
 
 

@@ -65,3 +65,8 @@ def format_bytes(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.2f} {unit}"
     return f"{value:.0f} B"
+
+
+def format_milliseconds(seconds: float) -> str:
+    """``0.0352`` -> ``35.2 ms``."""
+    return f"{1000 * seconds:.3g} ms"

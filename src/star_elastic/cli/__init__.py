@@ -26,12 +26,12 @@ VERBS = (look, rank, profiling, caching, training, slicing, checking, publishing
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, or 2 for a mistake of the user, told in one line on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    command = typer.main.get_command(app)
     # Its warnings (a kernel that this machine lacks, ...) are for programmers; ours are one line each.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if arguments is None:
         signal.signal(signal.SIGTERM, _interrupt)  # asked to stop, we clean up as after Ctrl-C
     try:
+        command = typer.main.get_command(app)
         # Not command.main(): that would turn an interrupt into a silent exit code of its own.
         with command.make_context("star-elastic", list(words)) as context:
             command.invoke(context)

@@ -34,6 +34,7 @@ from star_elastic.train.teacher_cache import (
     FIELDS,
     FILE_NAME,
     FORMAT_VERSION,
+    cache_bytes,
     check_no_extension,
     identity,
     real_rows,
@@ -109,10 +110,11 @@ def cache_teacher(
     target = check_target(out, recipe.parent)
     folder = target.with_name(f"{target.name}.run")
     how = {"top_k": k, "dtype": dtype, "precision": "fp32" if plan.autocast is None else "bf16"}
-    _begin(folder, identity(plan), how, resume)
-    writer = _Writer(plan, folder, k, dtype)
-    writer.check_space(progress)
-    with StopRequest() as stop:
+    made_from = identity(plan)
+    with StopRequest() as stop:  # before the folder is there: Ctrl-C then always says how to go on in it
+        _begin(folder, made_from, how, resume)
+        writer = _Writer(plan, folder, k, dtype)
+        writer.check_space(progress)
         writer.write(stop, progress)
     folder.rename(target)
     return writer.report(target)
@@ -148,7 +150,7 @@ class _Writer:
     def check_space(self, shown: bool) -> None:
         """Tell how large the cache will be, and refuse where the disk has no room for what is missing."""
         size = sum(stage.steps * stage.tokens_per_step for stage in self._plan.stages) * self._token_bytes
-        have = sum(file.stat().st_size for file in self._folder.glob("stage-*/*.safetensors"))
+        have = cache_bytes(self._folder)
         free = shutil.disk_usage(self._folder).free
         if size - have > free:
             if not have:
@@ -174,6 +176,7 @@ class _Writer:
                 if file.exists():
                     for batch in batches:
                         advance(self._count(batch, number))
+                        self._heed(stop)
                     continue
                 teacher = teacher or models.load_teacher(self._plan)
                 _save(self._answers(teacher, number, batches, stop, advance), file)
@@ -211,14 +214,17 @@ class _Writer:
                 answers.append(self._ask(teacher, part))
             rows += real_rows(batch)
             advance(self._count(batch, stage))
-            if stop.signal is not None:
-                raise CachingStopped(f"stopped; what is done is in {self._folder}: the same with --resume continues")
+            self._heed(stop)
         fields = {name: torch.cat([getattr(answer, name) for answer in answers]) for name in FIELDS}
         fields["log_p"] = fields["log_p"].to(self._dtype)
         return fields | {
             "row_tokens": torch.tensor([len(row) for row in rows]),
             "row_hash": torch.tensor([row_hash(row) for row in rows]),
         }
+
+    def _heed(self, stop: StopRequest) -> None:
+        if stop.signal is not None:
+            raise CachingStopped(f"stopped; what is done is in {self._folder}: the same with --resume continues")
 
     @torch.no_grad()
     def _ask(self, teacher: ElasticModel, part: Batch) -> TopK:
@@ -230,8 +236,7 @@ class _Writer:
 
     def report(self, output: Path) -> CacheReport:
         """The numbers of the finished cache."""
-        size = sum(file.stat().st_size for file in output.glob("stage-*/*.safetensors"))
-        return CacheReport(output, self._rows, self._tokens, size)
+        return CacheReport(output, self._rows, self._tokens, cache_bytes(output))
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from star_elastic.train.recipe import Recipe, load_recipe
 from star_elastic.train.stages import Stage
 from star_elastic.train.state import RunFolder
 from star_elastic.train.targets import Targets, resolve_targets
+from star_elastic.train.teacher_cache import cache_bytes, check_cache
 from star_elastic.units import format_bytes
 
 PRESET_PREFIX = "preset:"
@@ -117,6 +118,7 @@ class DryRun:
         submodels: Nested models of given widths.
         budgets: Those whose widths a router will choose.
         candidates: What it chooses from.
+        cache_bytes: What the teacher's stored answers take on disk; None without a cache, or where it was not looked at.
         cold_step: The first search step whose temperature is at most 0.05; None without a search, or where it never gets there.
         warnings: What the user should know before the run.
     """
@@ -128,6 +130,7 @@ class DryRun:
     submodels: Mapping[str, SubmodelPlan]
     budgets: Mapping[str, BudgetPlan]
     candidates: Mapping[str, tuple[int, ...]]
+    cache_bytes: int | None
     cold_step: int | None
     warnings: tuple[str, ...]
 
@@ -184,6 +187,7 @@ def dry_run(
         submodels=_submodels(parent.layout, targets),
         budgets={name: plan_budget(read, parent, targets, budget) for name, budget in targets.budgets.items()},
         candidates=targets.candidates,
+        cache_bytes=cache_bytes(read.teacher_cache) if read.teacher_cache is not None and parent.has_weights else None,
         cold_step=_cold_step(read),
         warnings=(*missing, *targets.notes, *_warnings(read, stages, world_size, device_memory)),
     )
@@ -215,12 +219,14 @@ def _check_all(recipe: Recipe, resume: bool) -> tuple[str, ...]:
         notes.append(f"not checked: {error}")
         recipe = recipe.model_copy(update={"device": "cpu"})
     RunFolder(recipe).check(resume)
-    prepare(recipe)
+    plan = prepare(recipe)
+    if recipe.teacher_cache is not None:
+        check_cache(recipe.teacher_cache, plan)
     return tuple(notes)
 
 
 def _unchecked(parent: Parent) -> tuple[str, ...]:
-    what = "weights, tokenizer, data, output folder and device"
+    what = "weights, tokenizer, data, teacher's cache, output folder and device"
     return (f"only the configuration of {parent.name} was looked at: not checked: {what}",)
 
 
@@ -233,13 +239,15 @@ def on_gpu(recipe: Recipe, parent: Parent, world_size: int) -> bool:
 
 def hold(recipe: Recipe, parent: Parent, world_size: int, gpu: bool) -> Setting:
     """How a run holds its numbers; ``precision: auto`` is bf16 on a GPU and fp32 on a CPU, where bf16 is rarely faster."""
+    teacher: Literal["fp32", "bf16"] | None
     low = recipe.master_weights == "bf16" or recipe.precision == "bf16" or (recipe.precision == "auto" and gpu)
+    teacher = None if recipe.teacher_cache is not None else "bf16" if low and itemsize(parent.config) == 2 else "fp32"
     return Setting(
         world_size=world_size,
         shares=shares_of(recipe, world_size),
         master=2 if recipe.master_weights == "bf16" else 4,
         compute=2 if low else 4,
-        teacher="bf16" if low and itemsize(parent.config) == 2 else "fp32",
+        teacher=teacher,
         fused=gpu,
         checkpointing=recipe.activation_checkpointing,
         average=recipe.ema is not None,
@@ -304,12 +312,13 @@ def _cold_step(recipe: Recipe) -> int | None:
 def _assumed(setting: Setting, gpu: bool) -> str:
     names = {2: "bf16", 4: "fp32"}
     kernels = "fused attention and Mamba kernels" if setting.fused else "no fused Mamba kernels"
+    teacher = "the teacher's answers on disk" if setting.teacher is None else f"teacher in {setting.teacher}"
     copies = (
         f", {setting.world_size // setting.shares} copies of {setting.shares} shares" if setting.world_size > 1 else ""
     )
     return (
         f"{'GPUs' if gpu else 'CPUs'}, weights and moments in {names[setting.master]}, matrix products in "
-        f"{names[setting.compute]}, teacher in {setting.teacher}, {kernels}{copies}"
+        f"{names[setting.compute]}, {teacher}, {kernels}{copies}"
     )
 
 

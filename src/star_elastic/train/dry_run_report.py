@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from star_elastic.train.dry_run import COLD, DryRun, dry_run
+from star_elastic.train.report import SHORT
 from star_elastic.units import format_bytes, format_count, parse_size
 
 
@@ -43,10 +44,14 @@ def print_dry_run(planned: DryRun, console: Console) -> None:
 
     tokens = sum(stage.tokens for stage in planned.stages)
     steps = sum(stage.steps for stage in planned.stages)
-    say(f"{planned.parent}: {steps:,} steps, {format_count(tokens)} tokens, on {planned.world_size} devices")
+    devices = "1 device" if planned.world_size == 1 else f"{planned.world_size} devices"
+    say(f"{planned.parent}: {steps:,} steps, {format_count(tokens)} tokens, on {devices}")
     console.print(_stages_table(planned))
     if planned.budgets:
         console.print(_budgets_table(planned))
+        for name, budget in planned.budgets.items():
+            show = SHORT.get(budget.kind, format_count)
+            say(f"{name}: reachable {show(budget.least)} to {show(budget.most)}; nearest widths: {budget.widths}")
         for axis, widths in planned.candidates.items():
             say(f"{axis}: {', '.join(map(str, widths))}")
     else:
@@ -54,6 +59,8 @@ def print_dry_run(planned: DryRun, console: Console) -> None:
             say(f"{name}: {format_count(submodel.params)} parameters, {format_count(submodel.active_params)} active")
     if planned.cold_step is not None:
         say(f"the router's temperature reaches {COLD:g} at search step {planned.cold_step:,}")
+    if planned.cache_bytes is not None:
+        say(f"the teacher's answers take {format_bytes(planned.cache_bytes)} on disk")
     say(f"memory assumes: {planned.assumed}")
     for warning in planned.warnings:
         say(f"note: {warning}")
@@ -83,15 +90,10 @@ def _stages_table(planned: DryRun) -> Table:
 
 def _budgets_table(planned: DryRun) -> Table:
     table = Table(title="budgets", title_justify="left")
-    for heading in ("", "kind", "target", "share", "nearest", "off by", "reachable", "nearest widths"):
-        table.add_column(heading, justify="left" if heading in ("", "kind", "nearest widths") else "right")
+    for heading in ("", "kind", "target", "share", "nearest", "off by"):
+        table.add_column(heading, justify="left" if heading in ("", "kind") else "right")
     for name, plan in planned.budgets.items():
-        show = format_bytes if plan.kind == "memory" else _milliseconds if plan.kind == "latency" else format_count
-        span = f"{show(plan.least)} to {show(plan.most)}"
-        numbers = (show(plan.target), f"{plan.fraction:.1%}", show(plan.nearest), f"{plan.error:+.2%}", span)
-        table.add_row(name, plan.kind, *numbers, plan.widths)
+        show = SHORT.get(plan.kind, format_count)
+        numbers = (show(plan.target), f"{plan.fraction:.1%}", show(plan.nearest), f"{plan.error:+.2%}")
+        table.add_row(name, plan.kind, *numbers)
     return table
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"

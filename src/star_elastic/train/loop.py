@@ -15,7 +15,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,24 +90,53 @@ def train_family(
         with ranks.agreed():
             recipe = override(recipe, overrides) if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
             run = RunFolder(recipe, ranks)
-            run.check(resume)
-            check_trackers(recipe.track, recipe.output)
-            plan = prepare(recipe, ranks)
-            if recipe.teacher_cache is not None:
-                check_cache(recipe.teacher_cache, plan)
         shown = progress and ranks.is_main
-        with run.open(), _own_randomness(plan.device):
-            trainer = Trainer(plan, run)
-            if resume:
-                trainer.restore()
-            with StopRequest() as stop, closing(trainer.metrics):
-                trainer.train(stop, shown)
-            report = trainer.finish()
-            trainer.metrics.keep_events(recipe.output)
+        with _told_what_is_kept(run):
+            report = _run(run, resume, shown)
         run.remove()
     if shown:
         report.print()
     return report
+
+
+def _run(run: RunFolder, resume: bool, shown: bool) -> TrainReport:
+    """Check everything, train, and write the result."""
+    recipe, ranks = run.recipe, run.ranks
+    with ranks.agreed():
+        run.check(resume)
+        check_trackers(recipe.track, recipe.output)
+        plan = prepare(recipe, ranks)
+        if recipe.teacher_cache is not None:
+            check_cache(recipe.teacher_cache, plan)
+    if shown:  # the report has them again, but a long run is worth a warning before it
+        for note in plan.notes:
+            print(f"note: {note}", flush=True)
+    with run.open(), _own_randomness(plan.device):
+        trainer = Trainer(plan, run)
+        if resume:
+            trainer.restore()
+        with StopRequest() as stop, closing(trainer.metrics):
+            trainer.train(stop, shown)
+        report = trainer.finish()
+        trainer.metrics.keep_events(recipe.output)
+    return report
+
+
+@contextmanager
+def _told_what_is_kept(run: RunFolder) -> Iterator[None]:
+    """Say where a run can go on that Ctrl-C ended outside its steps: while loading, say, or the second of two.
+
+    Raises:
+        TrainingStopped: for KeyboardInterrupt, where there is a checkpoint.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (latest := run.latest()) is None:
+            raise
+        raise TrainingStopped(
+            f"interrupted; the last checkpoint is {latest}: continue with the same command and --resume"
+        ) from None
 
 
 class Trainer:
@@ -414,9 +443,13 @@ class Trainer:
         kept = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
         first = self.position.step * self.stage.batch_size
         rows = f"rows {first} to {first + self.stage.batch_size - 1} of stage {self.position.stage}"
+        advice = "begin a new run with a lower optimizer.lr, or precision=fp32"
+        if self.step == 0:  # so it is no learning rate's fault
+            advice = (
+                "nothing was learned yet: look for numbers that are not finite in the parent, or use precision=fp32"
+            )
         raise TrainingStopped(
-            f"{what} is {value.item()} at step {self.step + 1}, submodel {submodel!r}, {rows}; {kept}; "
-            "begin a new run with a lower optimizer.lr, or precision=fp32"
+            f"{what} is {value.item()} at step {self.step + 1}, submodel {submodel!r}, {rows}; {kept}; {advice}"
         )
 
 

@@ -48,7 +48,7 @@ class Setting:
         shares: Devices that share one copy of the models.
         master: Bytes per number of the student's weights, gradients and moments.
         compute: Bytes per number of matrix products.
-        teacher: Format of the teacher's weights, as in ``cost.weight_bytes``.
+        teacher: Format of the teacher's weights, as in ``cost.weight_bytes``; None where its answers come from a cache.
         fused: Whether fused Mamba kernels run.
         checkpointing: Recompute units in backward; ``auto`` in search stages.
         average: Whether a running average of the weights is kept.
@@ -60,7 +60,7 @@ class Setting:
     shares: int = 1
     master: int = 4
     compute: int = 2
-    teacher: Literal["fp32", "bf16"] = "bf16"
+    teacher: Literal["fp32", "bf16"] | None = "bf16"
     fused: bool = True
     checkpointing: bool | Literal["auto"] = "auto"
     average: bool = False
@@ -118,7 +118,7 @@ def stage_memory(layout: Layout, stage: Stage, setting: Setting) -> StageMemory:
         gradients=trained,
         moments=MOMENTS * trained,
         average=FP32 * sum(held(row, setting) for row in learning) if setting.average else 0,
-        teacher=resident(layout, setting, setting.teacher),
+        teacher=0 if setting.teacher is None else resident(layout, setting, setting.teacher),
         gathered=_gathered(layout, setting),
         copies=_copies(layout, stage, setting),
         activations=tokens * activations_per_token(layout, setting, checkpointing=setting.checkpoints(stage)),
@@ -199,7 +199,7 @@ def _gathered(layout: Layout, setting: Setting) -> Bytes:
     numbers = dict(zip(layout.units, unit_numbers(layout), strict=True))
     layer = max(count for unit, count in numbers.items() if unit.layer is not None)
     around = sum(count for unit, count in numbers.items() if unit.layer is None)
-    teacher = FP32 if setting.teacher == "fp32" else 2
+    teacher = {None: 0, "bf16": 2, "fp32": FP32}[setting.teacher]
     return layer * (AHEAD * setting.compute + FP32) + around * (setting.master + FP32 + teacher)
 
 

@@ -11,7 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from star_elastic.units import format_bytes, format_count, format_milliseconds
+
 RECENT = 20
+SHORT = {"memory": format_bytes, "latency": format_milliseconds}  # other budgets are counts
 
 
 @dataclass
@@ -147,27 +150,24 @@ class TrainReport:
         console.print(table)
         if any(entry.choice for entry in self.submodels.values()):
             console.print(self._choices())
+            for name, entry in self.submodels.items():
+                if entry.choice is not None:
+                    widths = ", ".join(f"{axis} {width}" for axis, width in entry.choice.cut.items())
+                    console.print(f"{name}: {widths}", markup=False, highlight=False, soft_wrap=True)
         for note in self.notes:
             console.print(f"note: {note}", markup=False, soft_wrap=True)
         console.print(f"wrote {self.output}", markup=False, soft_wrap=True)
 
     def _choices(self) -> Table:
-        """The learned widths."""
+        """What was learned for each budget; widths, which may be many, stand below it."""
         table = Table(title="learned widths", title_justify="left")
         table.add_column("submodel")
-        for heading in ("budget", "cost", "error", "probability"):
+        table.add_column("budget")
+        for heading in ("target", "cost", "error", "probability"):
             table.add_column(heading, justify="right")
-        table.add_column("widths")
         for name, entry in self.submodels.items():
             if (choice := entry.choice) is not None:
-                cost, target = choice.text.split(" of ")
-                widths = ", ".join(f"{axis} {width}" for axis, width in choice.cut.items())
-                table.add_row(
-                    name,
-                    f"{choice.kind} {target}",
-                    cost,
-                    f"{choice.error:+.1%}",
-                    f"{choice.choice_probability:.3f}",
-                    widths,
-                )
+                show = SHORT.get(choice.kind, format_count)
+                numbers = (f"{choice.error:+.1%}", f"{choice.choice_probability:.3f}")
+                table.add_row(name, choice.kind, show(choice.target), show(choice.cost), *numbers)
         return table

@@ -5,7 +5,7 @@
     family.run/
       recipe.json
       metrics.jsonl
-      checkpoints/step-000500/   model.safetensors  optimizer.safetensors  random.safetensors  state.json
+      checkpoints/step-000500/   model.safetensors  optimizer.safetensors  random.safetensors  state.json  sums.json
 
 A checkpoint appears whole or not at all, and is bit-exact: what follows it does not depend on whether the run was interrupted.
 
@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from star_elastic.checkpoint import check_target, target_folder
 from star_elastic.checkpoint.target import remove_empty
 from star_elastic.errors import CheckpointError, RecipeError, TargetError
 from star_elastic.submodel import read_json
+from star_elastic.train.checkpoint_files import read_files, write_files
 from star_elastic.train.ranks import ALONE, Ranks
 from star_elastic.train.recipe import Recipe
 from star_elastic.train.sharded_state import load_sharded, save_sharded, spread
@@ -73,7 +73,7 @@ class RunFolder:
                 raise TargetError(f"{self.path} holds an unfinished run: continue it with --resume, or remove it")
         elif not self.path.exists():
             raise RecipeError(f"nothing to resume: there is no {self.path}; run without --resume")
-        elif self._recipe_file.exists():
+        elif self._recipe_file.exists() or self.latest() is not None:
             self._check_same_recipe()
 
     @contextmanager
@@ -126,7 +126,11 @@ class RunFolder:
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint."""
-        return max(self.checkpoints.glob("step-*"), default=None)
+        return max(self._all(), default=None)
+
+    def _all(self) -> list[Path]:
+        """All whole checkpoints, oldest first; folders of other names are the user's own, such as a copy."""
+        return sorted(self.checkpoints.glob("step-" + 8 * "[0-9]"))
 
     def has(self, step: int) -> bool:
         """Whether there is a checkpoint after ``step`` steps."""
@@ -144,7 +148,7 @@ class RunFolder:
             state: The rest, JSON-ready.
 
         Raises:
-            CheckpointError: the disk is full; earlier checkpoints stay.
+            CheckpointError: the disk is full; earlier checkpoints stay, and the message names the last.
         """
         size = sum(tensor.nbytes for file in tensors.values() for tensor in file.values())
         with self._target(step, size) as folder:
@@ -153,10 +157,10 @@ class RunFolder:
                 save_sharded(folder / SHARDS, shared)
             with self.ranks.agreed():
                 if self.ranks.is_main:
-                    _write(folder, tensors, state)
+                    write_files(folder, tensors, state)
         if not self.ranks.is_main:
             return
-        for old in sorted(self.checkpoints.glob("step-*"))[: -self.recipe.keep_checkpoints]:
+        for old in self._all()[: -self.recipe.keep_checkpoints]:
             shutil.rmtree(old)
 
     @contextmanager
@@ -166,8 +170,19 @@ class RunFolder:
             folder = None
             with self.ranks.agreed():
                 if self.ranks.is_main:
+                    stack.enter_context(self._last_is_told())
                     folder = stack.enter_context(target_folder(self._of(step), size=size))
             yield Path(self.ranks.from_main(str(folder)))
+
+    @contextmanager
+    def _last_is_told(self) -> Iterator[None]:
+        """Add to the reason why a checkpoint cannot be written how to go on from the one before."""
+        try:
+            yield
+        except CheckpointError as error:
+            if (latest := self.latest()) is None:
+                raise
+            raise CheckpointError(f"{error}; {latest} stays: make room, and continue with --resume") from None
 
     def load(
         self, folder: Path, places: Mapping[str, Mapping[str, Tensor]]
@@ -182,7 +197,7 @@ class RunFolder:
             CheckpointError: a file is missing or damaged.
         """
         with self.ranks.agreed():
-            tensors, state = self._read(folder)
+            tensors, state = read_files(folder)
         flat = {f"{file}/{name}": place for file, content in places.items() for name, place in content.items()}
         if (folder / SHARDS).exists():
             for path, tensor in load_sharded(folder / SHARDS, flat).items():
@@ -192,16 +207,6 @@ class RunFolder:
             for file in (name for name in SPREAD if name in tensors):
                 tensors[file] = spread(tensors[file], places.get(file, {}))
         return tensors, state
-
-    def _read(self, folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """The files that every process reads whole."""
-        try:
-            tensors = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
-        except Exception as error:  # safetensors raises its own kind for damage, OSError for the rest
-            raise CheckpointError(
-                f"{folder} cannot be read ({error}); remove it to resume from the one before"
-            ) from None
-        return tensors, read_json(folder / "state.json")
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to ``metrics.jsonl``."""
@@ -214,8 +219,13 @@ class RunFolder:
         """Drop the lines of steps after ``step``: they will be taken again."""
         if not self.ranks.is_main or not self.metrics.exists():  # no step was due for a line yet
             return
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        try:
+            lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        except (ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.metrics} has lines that no run wrote ({error}); remove them, or the file, to resume"
+            ) from None
         swap = self.metrics.with_suffix(".partial")
         swap.write_text("".join(kept), encoding="utf-8")
         swap.replace(self.metrics)
@@ -314,20 +324,3 @@ def _difference(key: str, before: Any, now: Any) -> tuple[str, Any, Any]:
         index = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
         return _difference(f"{key}.{index}", before[index], now[index])
     return key, before, now
-
-
-def _write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-    """Fill a checkpoint's folder, and see it on disk."""
-    for name, content in tensors.items():
-        save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / f"{name}.safetensors")
-    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    for file in folder.iterdir():
-        _flush_to_disk(file)
-
-
-def _flush_to_disk(file: Path) -> None:
-    handle = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

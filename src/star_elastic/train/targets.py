@@ -8,10 +8,12 @@ from pathlib import Path
 
 from star_elastic.budget import Budget
 from star_elastic.candidates import candidates, check_budget, default_spec, snapped, unseen_axes
+from star_elastic.combinations import Combinations
 from star_elastic.errors import RecipeError, ReservedNameError, UnknownNameError, WidthError
 from star_elastic.latency import LatencyTable
 from star_elastic.layout import Layout
 from star_elastic.submodel import FULL, ElasticConfig, Submodel, check_named
+from star_elastic.train.budget_loss import MOST_CHOICES, can_list
 from star_elastic.train.recipe import Recipe
 
 
@@ -67,6 +69,12 @@ def resolve_targets(recipe: Recipe, layout: Layout, elastic: ElasticConfig, know
         notes += (
             f"a budget of active parameters does not see {', '.join(unseen)}: the router picks them by chance; "
             "take params or memory, or leave the axis out of router.axes",
+        )
+    space = Combinations(layout, found, recipe.router.per_layer, elastic.depth_order)
+    if recipe.router.loss == "choices" and not can_list(space):
+        notes += (
+            f"router.loss is expected, not choices: the router has more than {MOST_CHOICES:,} combinations of widths to "
+            "choose from",
         )
     moved = snapped(layout, spec, depth_order=elastic.depth_order) if recipe.router.axes is not None else []
     return Targets(budgets=budgets, candidates=found, notes=(*notes, *moved))

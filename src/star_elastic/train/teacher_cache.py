@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ class CachedTeacher:
         if place is None or place.end - place.start != len(tokens):
             raise RecipeError(
                 f"teacher_cache: {self._folder} has no answer to a row that this run reads: the data is no longer what it was "
-                "made from; run cache-teacher again"
+                "made from, or a shard is gone; run cache-teacher again"
             )
         if place.shard not in self._open:
             self._open[place.shard] = safe_open(place.shard, framework="pt")
@@ -113,6 +113,11 @@ def read_places(shard: Path) -> dict[int, Place]:
         places[number] = Place(shard, end, end + length)
         end += length
     return places
+
+
+def cache_bytes(folder: Path) -> int:
+    """What the answers in a cache take on disk."""
+    return sum(shard.stat().st_size for shard in folder.glob("stage-*/*.safetensors"))
 
 
 def real_rows(batch: Batch) -> list[Tensor]:
@@ -156,13 +161,18 @@ def check_cache(folder: Path, plan: Plan) -> None:
     if not (folder / FILE_NAME).exists():
         raise CheckpointError(f"teacher_cache: {folder} holds no {FILE_NAME}: make it with cache-teacher")
     theirs, ours = read_json(folder / FILE_NAME).get("made_from", {}), identity(plan)
-    wrong = next((name for name in ("parent", "seed", "data", "first_rows") if theirs.get(name) != ours[name]), None)
+    _refuse_other(folder, theirs, ours, ("parent", "seed", "data"))
+    _check_stages(folder, theirs.get("stages", []), ours["stages"])
+    _refuse_other(folder, theirs, ours, ("first_rows",))  # these are others, too, where rows are of another length
+
+
+def _refuse_other(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], names: Sequence[str]) -> None:
+    wrong = next((name for name in names if theirs.get(name) != ours[name]), None)
     if wrong is not None:
         what = {"parent": "another parent", "seed": f"seed {theirs.get('seed')}, not {ours['seed']}"}
         raise RecipeError(
             f"teacher_cache: {folder} belongs to {what.get(wrong, 'other data')}: run cache-teacher again with this recipe"
         )
-    _check_stages(folder, theirs["stages"], ours["stages"])
 
 
 def _check_stages(folder: Path, theirs: list[Mapping[str, int]], ours: list[Mapping[str, int]]) -> None:

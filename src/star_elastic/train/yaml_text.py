@@ -147,6 +147,8 @@ def _sentence(mistake: Any, key: Key, model: type[BaseModel]) -> str:
         return f"unknown key {_dotted(key)!r}; {nearest(str(key[-1]), section.model_fields)}"
     if kind == "missing":
         return f"key {_dotted(key)!r} is missing"
+    if key and key[-1] == "[key]":
+        return f"{_dotted(key[:-1])}: {_short(mistake['input'])} is no text, as a name should be: quote it"
     if kind == "model_type":
         known = ", ".join(_model_at(model, key).model_fields)
         return f"{_dotted(key)} = {_short(mistake['input'])}: should be a mapping; known keys: {known}"
