@@ -6,8 +6,8 @@
 Takes the same steps twice, on the same rows, masks and starting weights: with student and teacher spread by ``fully_shard`` over
 all processes (also over one, which ``star-elastic train`` would not do), and whole in each process. Every second step runs under
 the router's masks, the others in a slice, the sizes in turn. Gradients are reduced in fp32 and weights gathered in bf16, as in
-training, so both losses should agree to bf16's rounding. The backend is NCCL on GPUs and gloo on a CPU, where this only shows that
-it runs. Prints a table and one JSON line.
+training, so both losses should agree to bf16's rounding. The backend is NCCL on GPUs and gloo on a CPU, where this only shows
+that it runs. Prints a table and one JSON line.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ Each *arm* is one run. Its result is one JSON file in RESULTS, and a rerun goes 
   ``two-stage-skewed``: both, as published.
 
 Every arm sees rows in an order drawn from its seed. Held-out numbers: divergence from the parent (KD) and next-token
-cross-entropy (CE), nats per token, in rows of the training length and in rows four times as long. Matrix products are in bf16 where
-the CPU has them, else in fp32; each result says which.
+cross-entropy (CE), nats per token, in rows of the training length and in rows four times as long. Matrix products are in bf16
+where the CPU has them, else in fp32; each result says which.
 """
 
 from __future__ import annotations
