@@ -190,7 +190,6 @@ def test_a_package_that_is_not_there_is_one_line(run, monkeypatch, name, module,
 
 
 def test_real_event_files_hold_the_numbers(run):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps in ((1, 2, 3), (3, 4)):  # the second run was resumed after step 2

@@ -203,8 +203,7 @@ def test_what_cannot_be_probed_is_refused_before_the_model_is_loaded(
         score_parent(parent, tmp_path / "s", data, samples=2, seq_len=32, probe=ProbeOptions(widths={"heads": [3]}))
 
 
-def test_the_plot_is_drawn_where_matplotlib_is_installed(data: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_plot_is_drawn(data: Path, tmp_path: Path) -> None:
     parent = family_folder(tmp_path / "parent", "llama")
     score_parent(
         parent, tmp_path / "scores", data, samples=3, seq_len=32, probe=ProbeOptions(tokens=64), progress=False
