@@ -11,7 +11,7 @@ from push_server import TOKEN, PushServer
 from tiny import tiny_folder
 
 from star_elastic import Submodel, slice_checkpoint
-from star_elastic.card import split_card
+from star_elastic.card import reparented, split_card
 from star_elastic.cli import main
 from star_elastic.errors import RemoteError
 from star_elastic.push import PushError, push_folder
@@ -68,6 +68,13 @@ def test_the_folder_arrives_with_a_card_for_its_new_place(hub: PushServer, folde
     )
     assert "hf download lab/tiny --local-dir small\nstar-elastic export small --gguf small.gguf" in body
     assert "# small" in body and '"small"' not in body
+    assert "A nested model of `nvidia/parent`" in body and "inherited from `nvidia/parent`" in body
+    assert "`parent`" not in body
+
+
+def test_a_parent_is_renamed_where_it_is_the_parent() -> None:
+    body = "A nested model `a.b` of `a.b`, by `a.b`; not `axb`."
+    assert reparented(body, "a.b", r"o/\1") == r"A nested model `a.b` of `o/\1`, by `o/\1`; not `axb`."
 
 
 def test_pushed_again_it_sends_what_is_missing(hub: PushServer, folder: Path) -> None:

@@ -14,6 +14,7 @@ import yaml
 from star_elastic import cost
 from star_elastic.engines import engine_commands
 from star_elastic.layout import Layout
+from star_elastic.parentage import Parentage
 from star_elastic.per_layer import LayerWidths, by_width, span
 from star_elastic.submodel import FULL, Submodel
 from star_elastic.units import format_bytes, format_count
@@ -30,11 +31,10 @@ def slice_card(
     submodel: Submodel,
     *,
     title: str,
-    parent: str,
+    parent: Parentage,
     nbytes: int,
     licence: Mapping[str, Any],
     named: str | None,
-    trained: bool,
     dropped: Sequence[str] = (),
     quantized: str = "",
 ) -> str:
@@ -44,11 +44,10 @@ def slice_card(
         layout: the parent's table.
         submodel: what was kept of it, in its full spelling.
         title: name of the slice, for the heading.
-        parent: name of the parent.
+        parent: what is known of the parent.
         nbytes: bytes of the slice's weights.
         licence: front-matter fields taken over from the parent's card.
         named: the submodel's name in the parent's family, where it has one.
-        trained: whether the family was trained for its named submodels.
         dropped: names of the parent's tensors that were left out on request.
         quantized: how the weights are quantized, where they are.
     """
@@ -56,11 +55,6 @@ def slice_card(
     total = cost.params(layout, widths, submodel.layers)
     active = cost.active_params(layout, widths, submodel.layers)
     which = f"nested model `{named}`" if named and named != FULL else "nested model"
-    how = (
-        "trained together with its family, then cut out of it"
-        if trained and named
-        else "cut out of its weights untrained"
-    )
     record = {
         "version": VERSION,
         "name": named,
@@ -71,9 +65,10 @@ def slice_card(
         "active_params": active,
     }
     lines = [
-        front_matter(parent, licence, record),
+        front_matter(parent.name, licence, record),
         f"# {title}\n",
-        f"A {which} of `{parent}`, {how} by star-elastic {VERSION}.\n",
+        f"A {which} of `{parent.name}`, {_how(parent, named)} by star-elastic {VERSION}.\n",
+        *_shapes_lines(parent),
         "| | this model | parent |",
         "|---|---|---|",
         f"| parameters | {format_count(total)} ({total:,}) | {_count(cost.params(layout, {}))} |",
@@ -82,7 +77,7 @@ def slice_card(
         f"\nThe weights take {format_bytes(nbytes)} ({nbytes:,} bytes).\n",
         *_dropped_lines(dropped),
         *_slice_usage(layout, title, submodel, quantized),
-        licence_text(parent, licence),
+        licence_text(parent.name, licence),
     ]
     return "\n".join(lines)
 
@@ -242,6 +237,31 @@ def retitled(body: str, title: str) -> str:
 
     blocks = re.split(r"(^```.*?^```$)", body, flags=re.MULTILINE | re.DOTALL)
     return "".join("\n".join(map(command, block.split("\n"))) if block.startswith("```") else block for block in blocks)
+
+
+def reparented(body: str, old: str, new: str) -> str:
+    """A card's body that names the parent ``new`` where it named it ``old``; a nested model of that name keeps it."""
+    return re.sub(rf"(?<!nested model )`{re.escape(old)}`", lambda _: f"`{new}`", body)
+
+
+def _how(parent: Parentage, named: str | None) -> str:
+    """How a nested model came to be, as far as that is known."""
+    if parent.trained and named:
+        return "trained together with its family, then cut out of it"
+    return "cut out of it" if parent.shapes_of and named else "cut out of its weights untrained"
+
+
+def _shapes_lines(parent: Parentage) -> list[str]:
+    """What it means that a parent was recognised by nothing but its shapes."""
+    preset = parent.shapes_of
+    if preset is None:
+        return []
+    published = f" (`{preset.hub_name()}`)" if preset.hub_name() else ""
+    return [
+        f"The parent was recognised by the shapes that its config.json describes: those of {preset.name}{published}, which was "
+        f"trained for its sizes {', '.join(preset.sizes)}. Its weights were not compared; others of the same shapes were not "
+        "trained so.\n"
+    ]
 
 
 def _dropped_lines(dropped: Sequence[str]) -> list[str]:

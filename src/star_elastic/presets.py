@@ -6,7 +6,8 @@ parameter counts and file sizes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,16 +18,29 @@ from star_elastic.layout import Layout
 
 @dataclass(frozen=True)
 class Preset:
-    """A published parent: its config.json, and per nested size the widths that differ from the parent's."""
+    """A published parent.
+
+    Attributes:
+        name: for ``--preset``.
+        config: its config.json.
+        sizes: per nested size the widths that differ from the parent's.
+        hub: names on the hub of the checkpoints that were trained for these sizes, by the format of their matrices; a mixed
+            one stands under its narrowest.
+    """
 
     name: str
     config: dict[str, Any]
     sizes: dict[str, dict[str, int]]
+    hub: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def layout(self) -> Layout:
         """The parent's table."""
         return layout_of(self.config)
+
+    def hub_name(self, formats: Collection[str] = ()) -> str | None:
+        """The checkpoint on the hub whose matrices are stored in ``formats``; none given are bf16. None where none is known."""
+        return self.hub.get(next((form for form in ("nvfp4", "fp8") if form in formats), "bf16"))
 
 
 NEMOTRON_3_NANO = Preset(
@@ -72,6 +86,7 @@ NEMOTRON_3_NANO = Preset(
         "pad_token_id": 0,
     },
     sizes={"30b": {}, "23b": {"hidden": 2016}, "12b": {"hidden": 1920, "expert_ffn": 960}},
+    hub={form: f"nvidia/NVIDIA-Nemotron-Labs-3-Elastic-30B-A3B-{form.upper()}" for form in ("bf16", "fp8", "nvfp4")},
 )
 
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in (NEMOTRON_3_NANO,)}

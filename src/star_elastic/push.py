@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from star_elastic.card import front_matter_text, retitled, split_card
+from star_elastic.card import front_matter_text, reparented, retitled, split_card
 from star_elastic.checkpoint.companions import is_companion
 from star_elastic.errors import ElasticError, RemoteError
 from star_elastic.opened import HUB_NAME
@@ -163,8 +163,10 @@ def _chosen(folder: Path) -> tuple[list[str], list[str]]:
 def _published_card(folder: Path, repo: str, base_model: str | None) -> tuple[bytes, list[str]]:
     """The folder's card, with the repository's name in its commands and a parent that the hub can link to."""
     fields, body = split_card((folder / CARD).read_text(encoding="utf-8"))
-    notes = []
-    parent = base_model or fields.get("base_model")
+    notes, told = [], fields.get("base_model")
+    if base_model and isinstance(told, str):
+        body = reparented(body, told, base_model)
+    parent = base_model or told
     if isinstance(parent, str) and (match := HUB_NAME.fullmatch(parent)):
         fields["base_model"] = match["name"]
     elif isinstance(parent, str):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -35,9 +34,6 @@ from star_elastic.progress import progress_bar
 from star_elastic.quant import SECTION, SIDECAR, quantized_parts, read_declared, read_quantized, renamed_files
 from star_elastic.submodel import ElasticConfig
 from star_elastic.version import VERSION
-
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-TRAINING = "training"  # what training leaves in the provenance of elastic.json
 
 
 def locate(
@@ -209,14 +205,6 @@ def check_against_config(
     missing = _missing(layout, {cut.name for cut in cuts})
     if missing:
         raise CheckpointError(f"the cut misses {_few(missing)} that its config describes")
-
-
-def parent_name(checkpoint: Checkpoint, elastic: ElasticConfig | None = None) -> str:
-    """A name for the parent: what elastic.json records, the hub name in config.json, or the folder's name."""
-    recorded = elastic.provenance.get("parent") if elastic else None
-    origin = str(checkpoint.config.get("_name_or_path", ""))
-    hub = origin if HUB_NAME.fullmatch(origin) else None  # older writers left paths of their own machine there
-    return str(recorded or hub or checkpoint.folder.resolve().name)
 
 
 def _check_complete(layout: Layout, checkpoint: Checkpoint, located: dict[str, Located]) -> None:

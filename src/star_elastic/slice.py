@@ -31,9 +31,10 @@ from star_elastic.errors import TargetError
 from star_elastic.families import family_of, layout_of
 from star_elastic.layout import Layout
 from star_elastic.opened import OpenedSource, folder_identity, is_hub_name, open_source
+from star_elastic.parentage import Parentage, parentage
 from star_elastic.quant import ANY, bound_layout, read_quantized
-from star_elastic.rewrite import TRAINING, NewModel, locate, parent_name, say_quantized, write_models
-from star_elastic.submodel import FILE_NAME, ElasticConfig, Submodel, own_widths_in, refuse_per_layer
+from star_elastic.rewrite import NewModel, locate, say_quantized, write_models
+from star_elastic.submodel import ElasticConfig, Submodel, own_widths_in, refuse_per_layer
 
 HUB_THREADS = 4  # connections
 DROP_HINT = "; if the model can do without, leave them out with --drop and a pattern of their names"
@@ -205,20 +206,18 @@ def plan_sizes(opened: OpenedSource, sizes: Sequence[Size], *, drop: Sequence[st
     quantized = read_quantized(layout, checkpoint)
     layout = bound_layout(layout, quantized.parts)
     identity = opened.identity or folder_identity(checkpoint)
-    known = ElasticConfig.load(checkpoint.folder) if (checkpoint.folder / FILE_NAME).exists() else None
-    parent = opened.parent or parent_name(checkpoint, known)
+    parent = parentage(checkpoint, layout, formats=quantized.formats, fetched=opened.parent)
     models, reports = [], []
     for size in sizes:
         size.submodel.check(layout)
         submodel = size.submodel.completed(layout)
-        size = replace(size, submodel=submodel, name=size.name or _known_as(submodel, known, layout))
+        size = replace(size, submodel=submodel, name=size.name or _known_as(submodel, parent.elastic, layout))
         cuts = plan_slice(layout, checkpoint, submodel)
         report = _report(size, layout, cuts, dropped)
         config = family_of(checkpoint.config).child_config(checkpoint.config, submodel.widths, submodel.layers)
         config, quantization = say_quantized(config, checkpoint, cuts)
-        trained = known is not None and TRAINING in known.provenance
-        card = _card(size, report, layout, checkpoint.folder, parent, trained, quantized.text)
-        elastic = ElasticConfig.of_slice(layout, submodel, {"parent": parent, "submodel": size.name})
+        card = _card(size, report, layout, checkpoint.folder, parent, quantized.text)
+        elastic = ElasticConfig.of_slice(layout, submodel, {"parent": parent.name, "submodel": size.name})
         work = f"slice {submodel.model_dump_json()} of {identity}"
         models.append(NewModel(size.out, cuts, config, card, elastic, quantization, work))
         reports.append(report)
@@ -247,7 +246,7 @@ def write_sizes(
 
 
 def _card(
-    size: Size, report: SliceReport, layout: Layout, folder: Path, parent: str, trained: bool, quantized: str
+    size: Size, report: SliceReport, layout: Layout, folder: Path, parent: Parentage, quantized: str
 ) -> str:
     return slice_card(
         layout,
@@ -257,7 +256,6 @@ def _card(
         nbytes=report.nbytes,
         licence=read_licence(folder),
         named=size.name,
-        trained=trained,
         dropped=report.dropped,
         quantized=quantized,
     )

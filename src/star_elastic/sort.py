@@ -26,8 +26,9 @@ from star_elastic.orders import (
     read_depth_order,
     read_orders,
 )
+from star_elastic.parentage import TRAINING, parentage
 from star_elastic.quant import read_quantized
-from star_elastic.rewrite import TRAINING, NewModel, locate, parent_name, say_quantized, write_models
+from star_elastic.rewrite import NewModel, locate, say_quantized, write_models
 from star_elastic.submodel import FULL, ElasticConfig, Submodel, open_elastic
 from star_elastic.version import VERSION
 
@@ -112,7 +113,8 @@ def sort_folder(
     check_orders(orders, layout)
     checkpoint = Checkpoint.open(parent)
     cuts = plan_sort(layout, checkpoint, orders)
-    name = parent_name(checkpoint, elastic)
+    quantized = read_quantized(layout, checkpoint)
+    name = parentage(checkpoint, layout, formats=quantized.formats).name
     elastic = elastic.model_copy(
         update={
             "submodels": {FULL: Submodel().completed(layout), **elastic.submodels},
@@ -127,8 +129,9 @@ def sort_folder(
         }
     )
     title, licence = Path(out).resolve().name, read_licence(checkpoint.folder)
-    quantized = read_quantized(layout, checkpoint).text
-    card = sorted_card(title=title, parent=name, axes=elastic.sorted_axes, licence=licence, quantized=quantized)
+    card = sorted_card(
+        title=title, parent=name, axes=elastic.sorted_axes, licence=licence, quantized=quantized.text
+    )
     config, quantization = say_quantized(family_of(config).child_config(config, {}, None), checkpoint, cuts)
     model = NewModel(out, cuts, config, card, elastic, quantization)
     write_models(checkpoint, [model], label="sort", max_shard_bytes=max_shard_bytes, progress=progress)
