@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import tiny_folder
 
-from star_elastic.checkpoint import Checkpoint, copy_companions, write_weights
+from star_elastic.checkpoint import Checkpoint, write_weights
 from star_elastic.checkpoint.reader import read_header
 from star_elastic.checkpoint.take import take_blocks
 from star_elastic.errors import CheckpointError, ElasticError
@@ -316,6 +316,3 @@ def test_what_is_copied_along(folder: Path, tmp_path: Path) -> None:
     found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert found == {*taken, *ours}
     assert all((tmp_path / "out" / name).read_text() == name for name in taken)
-    (tmp_path / "with_code").mkdir()
-    copied = copy_companions(folder, tmp_path / "with_code", code_files=True)
-    assert "modeling.py" in copied and "pytorch_model.bin" not in copied

@@ -9,11 +9,12 @@ from typing import Any
 from star_elastic import cost
 from star_elastic.card import RECORD, read_front_matter
 from star_elastic.checkpoint import TensorInfo
-from star_elastic.errors import ElasticError
+from star_elastic.checkpoint.companions import CODE_FIELD, TOKENIZER_CONFIG
+from star_elastic.errors import CheckpointError, ElasticError
 from star_elastic.families import family_of, layout_of
 from star_elastic.layout import Layout
 from star_elastic.per_layer import LayerWidths
-from star_elastic.submodel import FILE_NAME, ElasticConfig, checked_table, read_config
+from star_elastic.submodel import FILE_NAME, ElasticConfig, checked_table, read_config, read_json
 from star_elastic.verify.numbers import same_bytes
 from star_elastic.verify.report import Fault
 
@@ -30,9 +31,35 @@ def config_faults(config: Mapping[str, Any], layout: Layout, tensors: Mapping[st
         for name, value in family.json_fields(edited).items()
         if name in config and config[name] != value
     ]
-    if "auto_map" in config:
-        faults.append(Fault(f"{CONFIG}: auto_map", "none: native classes load it", f"{config['auto_map']!r}"))
     return faults + _tie_faults(layout, tensors)
+
+
+def code_faults(folder: Path, config: Mapping[str, Any]) -> list[Fault]:
+    """Where transformers would look for code: any in config.json, and a tokenizer's that is not in the folder."""
+    faults = []
+    if CODE_FIELD in config:
+        missing = _missing_code(folder, config[CODE_FIELD])
+        gone = f", of which {', '.join(missing)} is not here" if missing else ""
+        found = f"{config[CODE_FIELD]!r}{gone}"
+        faults.append(Fault(f"{CONFIG}: {CODE_FIELD}", "none: native classes load it", found))
+    if not (folder / TOKENIZER_CONFIG).is_file():
+        return faults
+    try:
+        tokenizer = read_json(folder / TOKENIZER_CONFIG)
+    except CheckpointError as error:
+        return [*faults, Fault(TOKENIZER_CONFIG, "a JSON object", str(error))]
+    if missing := _missing_code(folder, tokenizer.get(CODE_FIELD)):
+        expected = "none, or code that is in the folder"
+        faults.append(Fault(f"{TOKENIZER_CONFIG}: {CODE_FIELD}", expected, f"{', '.join(missing)}, which is not here"))
+    return faults
+
+
+def _missing_code(folder: Path, auto_map: Any) -> list[str]:
+    """Files of code that an ``auto_map`` points to and that a folder lacks; ``org/name--module`` is another's, on the hub."""
+    values = auto_map.values() if isinstance(auto_map, Mapping) else [auto_map]
+    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    names = {f"{one.rpartition('.')[0]}.py" for one in flat if isinstance(one, str)}
+    return sorted(name for name in names if "--" in name or not (folder / name).is_file())
 
 
 def _tie_faults(layout: Layout, tensors: Mapping[str, TensorInfo]) -> list[Fault]:

@@ -18,7 +18,7 @@ from star_elastic.submodel import Submodel, checked_table, own_widths_in, read_c
 from star_elastic.units import format_bytes
 from star_elastic.verify import tensors as table
 from star_elastic.verify.against import Parent, parent_config_faults, parent_cuts, parent_tensor_faults, submodel_of
-from star_elastic.verify.config import CONFIG, config_faults, record_faults
+from star_elastic.verify.config import CONFIG, code_faults, config_faults, record_faults
 from star_elastic.verify.files import check_files
 from star_elastic.verify.numbers import number_faults
 from star_elastic.verify.report import Fault, Verification
@@ -120,7 +120,8 @@ def _check_table(report: Verification, config: dict[str, Any], layout: Layout, t
         report.check("names", f"{len(tensors)} tensors", table.name_faults(layout, tensors, expected))
         report.check("shapes", f"as {CONFIG} describes", table.shape_faults(tensors, expected))
         report.check("dtypes", f"as {CONFIG} says", table.dtype_faults(config, tensors, expected, quantized.parts))
-    report.check("config", "consistent", config_faults(config, layout_of(config), tensors))
+    faults = config_faults(config, layout_of(config), tensors) + code_faults(report.folder, config)
+    report.check("config", "consistent", faults)
     faults, about = record_faults(report.folder, layout)
     report.check(
         "record", f"{about or 'none'}: widths, layers, parameters" if about else "no widths are recorded", faults
