@@ -17,6 +17,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
+from star_elastic.checkpoint import onepass
+from star_elastic.remote import mirror
+from star_elastic.remote.hub import Patience
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -137,6 +143,23 @@ class HubServer:
         if name == self.faults.corrupt and stop >= path.stat().st_size:
             content[-1] ^= 1
         return bytes(content)
+
+
+def use(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it this process's hub, ask for exact ranges of small units, and do not wait long."""
+    from huggingface_hub import constants, file_download
+
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    for module in (constants, file_download):
+        if hasattr(module, "HUGGINGFACE_CO_URL_TEMPLATE"):
+            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(onepass, "GAP_BYTES", 0)
+    monkeypatch.setattr(onepass, "UNIT_BYTES", 4096)
+    monkeypatch.setattr(mirror, "HEADER_GUESS", 16)
+    monkeypatch.setattr(mirror, "PATIENCE", Patience(tries=4, wait=0.001, timeout=5))
+    monkeypatch.setattr(mirror, "IMPATIENCE", Patience(tries=3, wait=0.001, timeout=5))
 
 
 class _Server(ThreadingHTTPServer):

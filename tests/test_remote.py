@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import COMMIT, Faults, HubServer
+from hub_server import COMMIT, Faults, HubServer, use
 from quantized import quantized_folder
 from tiny import tiny_folder
 
@@ -24,7 +24,6 @@ from star_elastic.checkpoint.ranges import length, merged
 from star_elastic.cli import main
 from star_elastic.errors import CheckpointError, ChecksumError, RemoteError
 from star_elastic.remote import mirror
-from star_elastic.remote.hub import Patience
 from star_elastic.slice import Size, slice_checkpoint, slice_sizes
 from star_elastic.submodel import ElasticConfig, Submodel
 from star_elastic.verify import against
@@ -53,23 +52,6 @@ def hub(parent: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     with HubServer(parent) as server:
         use(server, monkeypatch)
         yield server
-
-
-def use(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it this process's hub, ask for exact ranges of small units, and do not wait long."""
-    from huggingface_hub import constants, file_download
-
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    for module in (constants, file_download):
-        if hasattr(module, "HUGGINGFACE_CO_URL_TEMPLATE"):
-            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(onepass, "GAP_BYTES", 0)
-    monkeypatch.setattr(onepass, "UNIT_BYTES", 4096)
-    monkeypatch.setattr(mirror, "HEADER_GUESS", 16)
-    monkeypatch.setattr(mirror, "PATIENCE", Patience(tries=4, wait=0.001, timeout=5))
-    monkeypatch.setattr(mirror, "IMPATIENCE", Patience(tries=3, wait=0.001, timeout=5))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

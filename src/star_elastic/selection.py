@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -280,7 +280,8 @@ def run_slice(
             facts = describe_cut(layout, selection.submodel, stored_format(config, layout))
             for line in (*selection.lines, *facts, *notes):
                 print(line)
-        for line in (*_dropped_lines(plan.dropped), *_quantized_lines(plan), *_fetch_lines(opened, plan)):
+        lines = [*_dropped_lines(plan.dropped), *_tied_lines(plan.tied), *_quantized_lines(plan)]
+        for line in (*lines, *_fetch_lines(opened, plan)):
             print(line)
         if dry_run:
             plan.check_space(threads)
@@ -324,6 +325,13 @@ def _dropped_lines(dropped: Sequence[str]) -> list[str]:
         return []
     more = f", ... ({len(dropped)} in all)" if len(dropped) > MOST_NAMES else ""
     return [f"left out: {len(dropped)} tensors: {', '.join(dropped[:MOST_NAMES])}{more}"]
+
+
+def _tied_lines(tied: Mapping[str, str]) -> list[str]:
+    return [
+        f"note: {copy} is stored beside {home}, to which config.json ties it; the slice holds it once"
+        for copy, home in tied.items()
+    ]
 
 
 def _quantized_lines(plan: SlicePlan) -> list[str]:

@@ -8,7 +8,7 @@ Where the layers of the nested model differ in width, no config of transformers 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from star_elastic.parentage import Parentage, parentage
 from star_elastic.quant import ANY, bound_layout, read_quantized
 from star_elastic.rewrite import NewModel, locate, say_quantized, write_models
 from star_elastic.submodel import ElasticConfig, Submodel, own_widths_in, refuse_per_layer
+from star_elastic.tied import store_once
 
 HUB_THREADS = 4  # connections
 DROP_HINT = "; if the model can do without, leave them out with --drop and a pattern of their names"
@@ -170,6 +171,7 @@ class SlicePlan:
         models: what to write.
         reports: what will have been written.
         dropped: names of tensors that are left out.
+        tied: tensors that the source stores a second time, and what they are tied to; they are written once.
         quantized: how the weights are quantized, for people; empty where they are not.
     """
 
@@ -178,6 +180,7 @@ class SlicePlan:
     models: tuple[NewModel, ...]
     reports: tuple[SliceReport, ...]
     dropped: tuple[str, ...]
+    tied: Mapping[str, str]
     quantized: str = ""
 
     def check_space(self, threads: int | None = None) -> None:
@@ -194,7 +197,7 @@ class SlicePlan:
 
 
 def plan_sizes(opened: OpenedSource, sizes: Sequence[Size], *, drop: Sequence[str] = ()) -> SlicePlan:
-    """Plan several slices; only headers are read.
+    """Plan several slices; only headers are read, and tied tensors that are stored twice.
 
     Raises:
         As ``slice_sizes`` does.
@@ -203,6 +206,7 @@ def plan_sizes(opened: OpenedSource, sizes: Sequence[Size], *, drop: Sequence[st
     checkpoint = Checkpoint.open(opened.folder)
     layout = layout_of(checkpoint.config)
     checkpoint, dropped = drop_tensors(checkpoint, layout, drop)
+    checkpoint, tied = store_once(checkpoint, layout, opened.fetch)
     quantized = read_quantized(layout, checkpoint)
     layout = bound_layout(layout, quantized.parts)
     identity = opened.identity or folder_identity(checkpoint)
@@ -221,7 +225,7 @@ def plan_sizes(opened: OpenedSource, sizes: Sequence[Size], *, drop: Sequence[st
         work = f"slice {submodel.model_dump_json()} of {identity}"
         models.append(NewModel(size.out, cuts, config, card, elastic, quantization, work))
         reports.append(report)
-    return SlicePlan(opened, checkpoint, tuple(models), tuple(reports), dropped, quantized.text)
+    return SlicePlan(opened, checkpoint, tuple(models), tuple(reports), dropped, tied, quantized.text)
 
 
 def write_sizes(

@@ -30,6 +30,7 @@ from star_elastic.parentage import TRAINING, parentage
 from star_elastic.quant import read_quantized
 from star_elastic.rewrite import NewModel, locate, say_quantized, write_models
 from star_elastic.submodel import FULL, ElasticConfig, Submodel, open_elastic
+from star_elastic.tied import store_once
 from star_elastic.version import VERSION
 
 SORTABLE = frozenset({"fp8"})  # one scale for a whole matrix, whatever the order; blocks of NVFP4 would be torn apart
@@ -111,7 +112,7 @@ def sort_folder(
             f"{parent} is trained for its nested sizes, and sorting would take them apart: sort its parent"
         )
     check_orders(orders, layout)
-    checkpoint = Checkpoint.open(parent)
+    checkpoint, _ = store_once(Checkpoint.open(parent), layout)
     cuts = plan_sort(layout, checkpoint, orders)
     quantized = read_quantized(layout, checkpoint)
     name = parentage(checkpoint, layout, formats=quantized.formats).name

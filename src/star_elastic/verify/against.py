@@ -20,6 +20,7 @@ from star_elastic.opened import OpenedSource
 from star_elastic.quant import bound_layout, read_quantized
 from star_elastic.slice import plan_slice
 from star_elastic.submodel import ElasticConfig, Submodel, open_elastic, read_config
+from star_elastic.tied import store_once
 from star_elastic.verify.report import Fault
 
 # Fields that a slice may say otherwise: the new names of quantized modules, and who wrote the file.
@@ -49,12 +50,13 @@ class Parent:
         """Read a parent's headers.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: it is missing or damaged, or its config ties tensors that differ.
             UnknownNameError: its family has no table.
         """
         _, _, elastic = open_elastic(source.folder)
         checkpoint = Checkpoint.open(source.folder)
         layout = layout_of(checkpoint.config)
+        checkpoint, _ = store_once(checkpoint, layout, source.fetch)
         parts = read_quantized(layout, checkpoint).parts
         known = {
             name: info for name, info in checkpoint.tensors.items() if name in parts or layout.find(name) is not None

@@ -10,12 +10,13 @@ from star_elastic import cost
 from star_elastic.card import RECORD, read_front_matter
 from star_elastic.checkpoint import TensorInfo
 from star_elastic.checkpoint.companions import CODE_FIELD, TOKENIZER_CONFIG
+from star_elastic.checkpoint.compare import same_bytes
 from star_elastic.errors import CheckpointError, ElasticError
 from star_elastic.families import family_of, layout_of
 from star_elastic.layout import Layout
 from star_elastic.per_layer import LayerWidths
 from star_elastic.submodel import FILE_NAME, ElasticConfig, checked_table, read_config, read_json
-from star_elastic.verify.numbers import same_bytes
+from star_elastic.tied import stored_twice
 from star_elastic.verify.report import Fault
 
 CONFIG = "config.json"
@@ -64,19 +65,11 @@ def _missing_code(folder: Path, auto_map: Any) -> list[str]:
 
 def _tie_faults(layout: Layout, tensors: Mapping[str, TensorInfo]) -> list[Fault]:
     """Tied tensors that are stored nevertheless, with other numbers: whoever loads them would ignore one."""
-    faults = []
-    for unit, row in layout.tensors():
-        tied = tensors.get(unit.name(row))
-        twin = layout.find(row.alias) if row.alias else None
-        if twin is None or tied is None:
-            continue
-        stored = [twin.unit.name(twin.row), *twin.unit.disk_names(twin.row)]
-        other = next((tensors[name] for name in stored if name in tensors), None)
-        if other is not None and not same_bytes(tied, other):
-            faults.append(
-                Fault(f"{CONFIG}: tie_word_embeddings", f"equal {tied.name} and {other.name}", "different ones")
-            )
-    return faults
+    return [
+        Fault(f"{CONFIG}: tie_word_embeddings", f"equal {copy} and {home}", "different ones")
+        for copy, home in stored_twice(tensors, layout).items()
+        if not same_bytes(tensors[copy], tensors[home])
+    ]
 
 
 def record_faults(folder: Path, layout: Layout) -> tuple[list[Fault], str]:

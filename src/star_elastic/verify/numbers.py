@@ -1,18 +1,17 @@
-"""Bytes of tensors, streamed: numbers that are not finite, and equality with other bytes.
+"""Numbers of tensors that are not finite, streamed.
 
 No torch and no float arithmetic: a number is NaN or infinite if all bits of its exponent are set (E4M3 has only one such code).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from star_elastic.checkpoint import TensorInfo
+from star_elastic.checkpoint.compare import stored_blocks
 from star_elastic.verify.report import Fault
-
-BLOCK_BYTES = 2**22
 
 NOT_FINITE = {
     "F64": (np.uint64, 0x7FF0_0000_0000_0000),
@@ -58,18 +57,3 @@ def _not_finite(info: TensorInfo, advance: Callable[[int], None]) -> tuple[int, 
             position += len(codes)
         advance(len(block))
     return count, first
-
-
-def stored_blocks(info: TensorInfo) -> Iterator[bytes]:
-    """The bytes of a stored tensor, in blocks of at most ``BLOCK_BYTES``."""
-    with info.path.open("rb") as file:
-        file.seek(info.offset)
-        for start in range(0, info.nbytes, BLOCK_BYTES):
-            yield file.read(min(BLOCK_BYTES, info.nbytes - start))
-
-
-def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two stored tensors have the same dtype, shape and numbers."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return all(a == b for a, b in zip(stored_blocks(one), stored_blocks(other), strict=True))

@@ -15,6 +15,7 @@ from star_elastic.opened import is_hub_name, open_source
 from star_elastic.progress import progress_bar
 from star_elastic.quant import read_quantized
 from star_elastic.submodel import Submodel, checked_table, own_widths_in, read_config
+from star_elastic.tied import stored_twice
 from star_elastic.units import format_bytes
 from star_elastic.verify import tensors as table
 from star_elastic.verify.against import Parent, parent_config_faults, parent_cuts, parent_tensor_faults, submodel_of
@@ -144,7 +145,9 @@ def _check_parent(
     cuts = parent_cuts(parent, submodel)
     size = sum(cut.nbytes for cut in cuts)
     with progress_bar("parent", size, "bytes", shown=progress and sys.stderr.isatty()) as advance:
-        faults = parent_tensor_faults(cuts, tensors, advance, parent.fetch)
+        copies = stored_twice(tensors, layout)  # were compared with what they copy
+        own = {name: info for name, info in tensors.items() if name not in copies}
+        faults = parent_tensor_faults(cuts, own, advance, parent.fetch)
     faults += parent_config_faults(config, parent, submodel)
     report.check("parent", f"{len(cuts)} tensors are the cut of {parent.name}, bit for bit", faults)
     return submodel
