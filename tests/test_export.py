@@ -18,10 +18,8 @@ from tiny import tiny_folder
 
 from star_elastic import Submodel, slice_checkpoint
 from star_elastic.cli import main
-from star_elastic.engines import engine_commands
 from star_elastic.errors import CheckpointError, TargetError
 from star_elastic.export import SCRIPT, ConverterError, export_gguf, find_converter
-from star_elastic.families import layout_of
 from star_elastic.verify import verify_folder
 
 SRC = Path(__file__).parents[1] / "src"
@@ -144,21 +142,6 @@ def test_what_is_refused_before_the_converter_runs(model: Path, tmp_path: Path) 
     (code / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["code.T", None]}}))
     with pytest.raises(CheckpointError, match="would run code that comes with the model"):
         export_gguf(code, tmp_path / "m.gguf", converter=llama)
-
-
-def test_engines_are_named_where_they_know_the_model() -> None:
-    def names(pattern: str, **options: object) -> set[str]:
-        config = {"model_type": "nemotron_h", "hybrid_override_pattern": pattern}
-        return set(engine_commands(layout_of(config), "my model", **options))  # type: ignore[arg-type]
-
-    everywhere = {"vLLM", "SGLang", "llama.cpp", "Ollama, then"}
-    assert names("ME*E") == names("M-*-") == everywhere
-    assert names("ME*-") == {"vLLM", "SGLang"}  # llama.cpp has no model with both kinds of layer
-    assert names("ME*-", layers=(0, 1, 2)) == everywhere
-    assert names("ME*E", quantized=True) == {"vLLM", "SGLang"}
-    commands = engine_commands(layout_of({"model_type": "nemotron_h", "hybrid_override_pattern": "M*"}), "my model")
-    assert commands["vLLM"] == ["vllm serve 'my model'"]
-    assert commands["llama.cpp"][0] == "star-elastic export 'my model' --gguf 'my model.gguf'"
 
 
 def test_a_slice_without_experts_does_not_speak_of_them(tmp_path: Path) -> None:

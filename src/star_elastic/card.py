@@ -32,6 +32,7 @@ def slice_card(
     *,
     title: str,
     parent: Parentage,
+    config: Mapping[str, Any],
     nbytes: int,
     licence: Mapping[str, Any],
     named: str | None,
@@ -45,6 +46,7 @@ def slice_card(
         submodel: what was kept of it, in its full spelling.
         title: name of the slice, for the heading.
         parent: what is known of the parent.
+        config: content of the slice's config.json.
         nbytes: bytes of the slice's weights.
         licence: front-matter fields taken over from the parent's card.
         named: the submodel's name in the parent's family, where it has one.
@@ -76,7 +78,7 @@ def slice_card(
         *_width_lines(layout, submodel),
         f"\nThe weights take {format_bytes(nbytes)} ({nbytes:,} bytes).\n",
         *_dropped_lines(dropped),
-        *_slice_usage(layout, title, submodel, quantized),
+        *_slice_usage(config, title, submodel.layer_widths, quantized),
         licence_text(parent.name, licence),
     ]
     return "\n".join(lines)
@@ -108,11 +110,13 @@ def front_matter_text(fields: Mapping[str, Any]) -> str:
     return f"---\n{yaml.safe_dump(dict(fields), sort_keys=False, allow_unicode=True)}---\n"
 
 
-def _slice_usage(layout: Layout, title: str, submodel: Submodel, quantized: str) -> tuple[str, ...]:
-    """How to run a slice, also in other engines: they read its config, which cannot say widths per layer."""
-    if submodel.layer_widths:
-        return (per_layer_usage(title, submodel.layer_widths, quantized),)
-    commands = engine_commands(layout, title, layers=submodel.layers, quantized=bool(quantized))
+def _slice_usage(
+    config: Mapping[str, Any], title: str, layer_widths: LayerWidths, quantized: str
+) -> tuple[str, ...]:
+    """How to run a slice in transformers and in other engines."""
+    if layer_widths:
+        return (per_layer_usage(title, layer_widths, quantized),)
+    commands = engine_commands(config, title, quantized=bool(quantized))
     return (quantized_usage(title, quantized) if quantized else usage(title), engines_text(commands))
 
 

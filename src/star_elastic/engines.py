@@ -1,86 +1,82 @@
-"""How to run a folder in other engines: command lines for vLLM, SGLang, llama.cpp and Ollama, where they know the model."""
+"""How to run a folder in other engines: command lines for vLLM, SGLang, llama.cpp and Ollama, where they know the model.
+
+Which engine runs which models of a family is said in the family's file.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from star_elastic.layout import Layout
-
-EVERY_FAMILY = frozenset({"nemotron_h", "llama", "qwen3", "qwen3_moe", "mixtral", "granitemoehybrid"})
+from star_elastic.families import family_of
+from star_elastic.families.base import LLAMA_CPP, SGLANG, VLLM, Config, Unfit
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and what it can load.
+    """An engine and how it is called.
 
     Attributes:
-        name: as its makers write it.
-        commands: lines for a shell; ``{path}`` is the folder, ``{file}`` a GGUF file of its name.
-        families: of which it has the architecture.
+        name: for people.
+        commands: lines for a shell; ``{path}`` is the folder, ``{file}`` a GGUF file of its name, ``{name}`` the same for Ollama.
+        reads: the engine whose files it runs, by the name that families give it.
         quantized: whether it reads ModelOpt's FP8 and NVFP4.
-        one_kind: whether feed-forward layers must be all experts or all dense.
     """
 
     name: str
     commands: tuple[str, ...]
-    families: frozenset[str] = EVERY_FAMILY
+    reads: str
     quantized: bool = False
-    one_kind: bool = False
-
-    def runs(self, family: str, kinds: Collection[str], quantized: bool) -> bool:
-        """Whether it can run a model of a family with layers of these kinds."""
-        expert_layers = {"moe" in kind for kind in kinds if "mlp" in kind or "moe" in kind}
-        return (
-            family in self.families
-            and (self.quantized or not quantized)
-            and not (self.one_kind and len(expert_layers) > 1)
-        )
 
 
-VLLM = Engine("vLLM", ("vllm serve {path}",), quantized=True)
-SGLANG = Engine(
-    "SGLang",
-    ("python -m sglang.launch_server --model-path {path}",),
-    families=EVERY_FAMILY - {"granitemoehybrid"},
-    quantized=True,
+ENGINES = (
+    Engine(VLLM, ("vllm serve {path}",), VLLM, quantized=True),
+    Engine(SGLANG, ("python -m sglang.launch_server --model-path {path}",), SGLANG, quantized=True),
+    Engine(LLAMA_CPP, ("star-elastic export {path} --gguf {file}", "llama-cli -m {file} -p Hello"), LLAMA_CPP),
+    Engine("Ollama, then", ("echo FROM ./{file} > Modelfile", "ollama create {name} -f Modelfile"), LLAMA_CPP),
 )
-# llama.cpp's converter does not understand the kinds of layers that transformers 5 writes for a Granite hybrid.
-LLAMA_CPP = Engine(
-    "llama.cpp",
-    ("star-elastic export {path} --gguf {file}", "llama-cli -m {file} -p Hello"),
-    families=EVERY_FAMILY - {"granitemoehybrid"},
-    one_kind=True,
-)
-OLLAMA = Engine("Ollama, then", ("echo FROM ./{file} > Modelfile", "ollama create {name} -f Modelfile"), one_kind=True)
-ENGINES = (VLLM, SGLANG, LLAMA_CPP, OLLAMA)
+
+
+def unfit(config: Config, engine: str) -> Unfit | None:
+    """Why an engine cannot run the model of a config.json; None where it can.
+
+    Raises:
+        UnknownNameError: no family file describes its ``model_type``.
+        CheckpointError: the config holds an impossible value.
+    """
+    family = family_of(config)
+    if engine not in family.engines:
+        return Unfit(f"{engine} has no architecture for {family.name}")
+    return family.engines[engine](config)
 
 
 def engine_commands(
-    layout: Layout, path: str, *, layers: Sequence[int] | None = None, quantized: bool = False
+    config: Config, path: str, *, quantized: bool = False, per_layer: bool = False
 ) -> dict[str, list[str]]:
     """Command lines by engine, for those that can run the model.
 
     Args:
-        layout: the model's table, or its parent's.
+        config: the folder's config.json.
         path: the folder, or its name on the hub.
-        layers: those that are kept of ``layout``; None keeps all.
         quantized: whether it is quantized by ModelOpt.
+        per_layer: whether its layers differ in width, which no config can tell an engine.
 
     Example:
-        >>> engine_commands(layout, "small")["vLLM"]  # doctest: +SKIP
+        >>> engine_commands(config, "small")["vLLM"]  # doctest: +SKIP
         ['vllm serve small']
     """
+    if per_layer:
+        return {}
     name = path.rstrip("/").rpartition("/")[2]
-    kinds = {unit.kind for unit in layout.kept_units(layers)}
-    words = {
-        key: shlex.quote(word) for key, word in {"path": path, "name": name.lower(), "file": f"{name}.gguf"}.items()
-    }
+    plain = re.sub(r"[^a-z0-9._-]+", "-", name.lower())  # Ollama's names
+    words = {"path": path, "name": plain, "file": f"{name}.gguf"}
+    quoted = {key: shlex.quote(word) for key, word in words.items()}
     return {
-        engine.name: [command.format(**words) for command in engine.commands]
+        engine.name: [command.format(**quoted) for command in engine.commands]
         for engine in ENGINES
-        if engine.runs(layout.family, kinds, quantized)
+        if (engine.quantized or not quantized) and unfit(config, engine.reads) is None
     }
 
 

@@ -15,6 +15,7 @@ from star_elastic.ladder import Budget, Choice, choose
 from star_elastic.layout import Layout
 from star_elastic.opened import OpenedSource, open_source
 from star_elastic.per_layer import by_width
+from star_elastic.rewrite import NewModel
 from star_elastic.slice import (
     Size,
     SlicePlan,
@@ -293,9 +294,9 @@ def run_slice(
             if opened.fetch is None:
                 raise
             raise RemoteError("interrupted; what is finished is kept: the same command goes on from there") from None
-        for report in reports:
+        for model, report in zip(plan.models, reports, strict=True):
             print(f"wrote {report.folder}: {report.tensors} tensors, {format_bytes(report.nbytes)}")
-            for line in _engine_lines(layout, report, bool(plan.quantized)):
+            for line in _engine_lines(model, report, bool(plan.quantized)):
                 print(line)
         if opened.fetch is not None:
             print(opened.fetch.checked())
@@ -349,12 +350,10 @@ def _quantized_lines(plan: SlicePlan) -> list[str]:
     ]
 
 
-def _engine_lines(layout: Layout, report: SliceReport, quantized: bool) -> list[str]:
-    """How to run a slice in other engines: they read its config, which cannot say widths per layer."""
-    submodel = report.submodel
-    if submodel.layer_widths:
-        return []
-    return list(engine_lines(engine_commands(layout, str(report.folder), layers=submodel.layers, quantized=quantized)))
+def _engine_lines(model: NewModel, report: SliceReport, quantized: bool) -> list[str]:
+    """How to run a slice in other engines."""
+    per_layer = bool(report.submodel.layer_widths)
+    return engine_lines(engine_commands(model.config, str(report.folder), quantized=quantized, per_layer=per_layer))
 
 
 def _fetch_lines(opened: OpenedSource, plan: SlicePlan) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from star_elastic import cost
 from star_elastic.axes import widths_of
@@ -220,7 +221,7 @@ def plan_sizes(opened: OpenedSource, sizes: Sequence[Size], *, drop: Sequence[st
         report = _report(size, layout, cuts, dropped)
         config = family_of(checkpoint.config).child_config(checkpoint.config, submodel.widths, submodel.layers)
         config, quantization = say_quantized(config, checkpoint, cuts)
-        card = _card(size, report, layout, checkpoint.folder, parent, quantized.text)
+        card = _card(size, report, layout, checkpoint.folder, parent, config, quantized.text)
         elastic = ElasticConfig.of_slice(layout, submodel, {"parent": parent.name, "submodel": size.name})
         work = f"slice {submodel.model_dump_json()} of {identity}"
         models.append(NewModel(size.out, cuts, config, card, elastic, quantization, work))
@@ -250,13 +251,20 @@ def write_sizes(
 
 
 def _card(
-    size: Size, report: SliceReport, layout: Layout, folder: Path, parent: Parentage, quantized: str
+    size: Size,
+    report: SliceReport,
+    layout: Layout,
+    folder: Path,
+    parent: Parentage,
+    config: Mapping[str, Any],
+    quantized: str,
 ) -> str:
     return slice_card(
         layout,
         size.submodel,
         title=Path(size.out).resolve().name,
         parent=parent,
+        config=config,
         nbytes=report.nbytes,
         licence=read_licence(folder),
         named=size.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from star_elastic.axes import Axis, Rule, row_alignment
@@ -20,6 +20,31 @@ LARGEST = 2**22
 """The same for all other sizes. A damaged config must not run us out of memory."""
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """Why an engine cannot run a model.
+
+    Attributes:
+        why: for people, one clause.
+        elsewhere: whether only a converter that reads config.json through transformers 5 is at fault: one in an environment with
+            transformers 4 can do it.
+    """
+
+    why: str
+    elsewhere: bool = False
+
+
+Fit = Callable[[Config], Unfit | None]
+"""Whether an engine runs the model of a config.json: None, or why not."""
+
+VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
+
+
+def fits(config: Config) -> Unfit | None:
+    """An engine that runs every model of a family."""
+    return None
 
 
 class ConfigEdits(Protocol):
@@ -39,6 +64,7 @@ class Family:
         json_fields: further fields that config.json carries for other readers, derived from an edited config; transformers
             computes them and refuses or ignores them as attributes.
         idle_fields: fields that an edited config does better without: other readers take them as a sign of what is not there.
+        engines: other engines that have the family's architecture, and which of its models each cannot run.
     """
 
     name: str
@@ -46,6 +72,7 @@ class Family:
     config_edits: ConfigEdits
     json_fields: Callable[[Config], dict[str, Any]] = lambda config: {}
     idle_fields: Callable[[Config], Collection[str]] = lambda config: ()
+    engines: Mapping[str, Fit] = field(default_factory=lambda: dict.fromkeys((VLLM, SGLANG, LLAMA_CPP), fits))
 
     def child_config(self, config: Config, widths: Mapping[str, int], layers: Sequence[int] | None) -> dict[str, Any]:
         """The config.json of a nested model: the parent's with edits; ``auto_map`` goes, since native classes load it."""

@@ -12,7 +12,18 @@ from typing import Any
 
 from star_elastic.axes import Coupling
 from star_elastic.families import parts
-from star_elastic.families.base import Config, Family, Table, divides, kinds_of_layers, positive
+from star_elastic.families.base import (
+    LLAMA_CPP,
+    VLLM,
+    Config,
+    Family,
+    Table,
+    Unfit,
+    divides,
+    fits,
+    kinds_of_layers,
+    positive,
+)
 from star_elastic.layout import Layout, Router, Row, Tap, Unit
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
@@ -172,4 +183,10 @@ def config_edits(config: Config, widths: Mapping[str, int], layers: Sequence[int
     }
 
 
-FAMILY = Family("granitemoehybrid", layout, config_edits)
+def llama_cpp(config: Config) -> Unfit | None:
+    """llama.cpp's converter knows the layers by older names, which transformers 5 replaces as it reads config.json."""
+    why = "llama.cpp's converter does not understand the names that transformers 5 gives to the layers of a Granite hybrid"
+    return Unfit(why, elsewhere=not {MAMBA, ATTENTION} & set(config.get("layer_types") or ()))
+
+
+FAMILY = Family("granitemoehybrid", layout, config_edits, engines={VLLM: fits, LLAMA_CPP: llama_cpp})

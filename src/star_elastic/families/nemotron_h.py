@@ -14,7 +14,20 @@ from typing import Any
 from star_elastic.axes import Axis, Rule
 from star_elastic.errors import CheckpointError
 from star_elastic.families import parts
-from star_elastic.families.base import ITEMSIZE, Config, Family, Table, at_most, divides, positive
+from star_elastic.families.base import (
+    ITEMSIZE,
+    LLAMA_CPP,
+    SGLANG,
+    VLLM,
+    Config,
+    Family,
+    Table,
+    Unfit,
+    at_most,
+    divides,
+    fits,
+    positive,
+)
 from star_elastic.families.parts import QUANTIZED, SPARED
 from star_elastic.layout import Layout, Norm, Router, Row, State, Tap, Unit
 
@@ -274,4 +287,17 @@ def idle_fields(config: Config) -> Collection[str]:
     return () if MOE in config["layers_block_type"] else EXPERT_COUNTS
 
 
-FAMILY = Family("nemotron_h", layout, config_edits, json_fields, idle_fields)
+def llama_cpp(config: Config) -> Unfit | None:
+    """llama.cpp has one architecture with experts and one with dense MLPs; what config.json gives as a top-k decides."""
+    kinds = layer_kinds({ALIASES.get(name, name): value for name, value in config.items()})
+    if MOE in kinds and MLP in kinds:
+        return Unfit("llama.cpp has no architecture with experts and dense MLP layers in one model")
+    if MOE not in kinds:
+        why = "under transformers 5 llama.cpp's converter takes a model without experts for one with experts"
+        return Unfit(why, elsewhere=True)
+    return None
+
+
+ENGINES = {VLLM: fits, SGLANG: fits, LLAMA_CPP: llama_cpp}
+
+FAMILY = Family("nemotron_h", layout, config_edits, json_fields, idle_fields, ENGINES)

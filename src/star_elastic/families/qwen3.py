@@ -7,7 +7,7 @@ from typing import Any
 
 from star_elastic.errors import CheckpointError
 from star_elastic.families import parts
-from star_elastic.families.base import Config, Family, Table, kinds_of_layers
+from star_elastic.families.base import LLAMA_CPP, SGLANG, VLLM, Config, Family, Table, Unfit, fits, kinds_of_layers
 from star_elastic.layout import Layout, Tap
 
 # What transformers assumes for a field that config.json leaves out.
@@ -78,4 +78,11 @@ def attention_kinds(config: Config) -> list[str]:
     return ["sliding_attention" if n >= first else "full_attention" for n in range(config["num_hidden_layers"])]
 
 
-FAMILY = Family("qwen3", layout, config_edits)
+def llama_cpp(config: Config) -> Unfit | None:
+    """llama.cpp's Qwen3 lets every layer see everything."""
+    if "sliding_attention" in attention_kinds(parts.completed(config, DEFAULTS)):
+        return Unfit("llama.cpp has no Qwen3 with layers that see only a sliding window")
+    return None
+
+
+FAMILY = Family("qwen3", layout, config_edits, engines={VLLM: fits, SGLANG: fits, LLAMA_CPP: llama_cpp})

@@ -12,7 +12,7 @@ from typing import Any
 
 from star_elastic.errors import CheckpointError
 from star_elastic.families import parts
-from star_elastic.families.base import Config, Family, Table
+from star_elastic.families.base import LLAMA_CPP, SGLANG, VLLM, Config, Family, Table, Unfit, fits
 from star_elastic.layout import Layout, Router, Tap, Unit
 
 # What transformers assumes for a field that config.json leaves out.
@@ -118,4 +118,13 @@ def json_fields(config: Config) -> dict[str, Any]:
     return {"num_experts": experts, "num_local_experts": experts}
 
 
-FAMILY = Family("qwen3_moe", layout, config_edits, json_fields)
+def llama_cpp(config: Config) -> Unfit | None:
+    """llama.cpp's Qwen3-MoE has experts in every layer, and always renormalises their gates."""
+    if normalise(config)["mlp_only_layers"]:
+        return Unfit("llama.cpp has no Qwen3-MoE with dense MLP layers")
+    if not config.get("norm_topk_prob", False):
+        return Unfit("llama.cpp renormalises the gates of every Qwen3-MoE, and this one has norm_topk_prob false")
+    return None
+
+
+FAMILY = Family("qwen3_moe", layout, config_edits, json_fields, engines={VLLM: fits, SGLANG: fits, LLAMA_CPP: llama_cpp})
