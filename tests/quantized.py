@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_folder
+from tiny import FAMILIES, tiny_folder
 from torch import Tensor
 
 TINY: dict[str, Any] = {
@@ -30,6 +30,9 @@ TINY: dict[str, Any] = {
 
 PUBLISHED = re.compile(r"backbone\.layers\.(0\.mixer\.(in|out)_proj|\d+\.mixer\.(shared_)?experts\..*_proj)\.weight")
 """Which matrices of ``TINY`` are quantized as in the published recipe: not attention, nor the Mamba layer before it."""
+
+UNQUANTIZED = re.compile(r"embed|lm_head|\.gate\.weight|router")
+"""Matrices that no recipe quantizes."""
 
 EXCLUDED = [
     "lm_head",
@@ -116,6 +119,21 @@ def quantized_folder(
     stored["backbone.layers.3.mixer.v_proj.v_scale"] = scale(generator)
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     declare(path, "MIXED_PRECISION" if callable(form) else form.upper(), section, sidecar)
+    return path
+
+
+def quantized_family(path: Path, family: str, form: str, seed: int = 0) -> Path:
+    """A tiny model of any family in which every matrix of a linear layer is quantized, but not the head and routers."""
+    generator = torch.Generator().manual_seed(seed)
+    FAMILIES[family](seed, **(TINY if family == "nemotron_h" else {}), dtype="bfloat16").save_pretrained(path)
+    stored = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if tensor.dim() == 2 and name.endswith(".weight") and not UNQUANTIZED.search(name):
+            stored |= pack(name, tuple(tensor.shape), form, generator)
+        else:
+            stored[name] = (tensor if "gate" in name else tensor.to(torch.bfloat16)).contiguous()
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    declare(path, form.upper(), sidecar=False, ignore=["lm_head"])
     return path
 
 

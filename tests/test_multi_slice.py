@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter, namedtuple
 from pathlib import Path
 
 import pytest
+from killed import kill_in_mid_write, tensors_in, written_again
 from tiny import tiny_folder
 
 from star_elastic.checkpoint import TensorInfo, onepass, target
@@ -24,7 +21,6 @@ from star_elastic.errors import CheckpointError, ElasticError, TargetError, Widt
 from star_elastic.slice import Size, slice_checkpoint, slice_sizes
 from star_elastic.submodel import ElasticConfig, Submodel
 
-SRC = Path(__file__).parents[1] / "src"
 SIZES = {
     "a": Submodel(widths={"hidden": 48, "experts": 4, "expert_ffn": 16}),
     "b": Submodel(widths={"hidden": 32, "mamba_heads": 4}),
@@ -193,77 +189,19 @@ def test_what_is_finished_is_on_the_disk(parent: Path, tmp_path: Path, monkeypat
 
 # --- going on -----------------------------------------------------------------------------------------------------
 
-SLOW = """
-import sys, time
-from star_elastic import cli
-from star_elastic.checkpoint import TensorCut, onepass
-
-onepass.UNIT_BYTES, onepass.SYNC_SECONDS = 1, 0.0
-original, count = TensorCut.blocks, 0
-
-def blocks(self):
-    global count
-    count += 1
-    if count == 60:
-        print("writing", flush=True)
-        time.sleep(60)
-    return original(self)
-
-TensorCut.blocks = blocks
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-def kill_in_mid_write(words: list[str]) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, *words],
-        env={**os.environ, "PYTHONPATH": str(SRC)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert any(line == "writing\n" for line in process.stdout)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
-
-
-def written_again(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run the same command here; return the names of the tensors that are written."""
-    from star_elastic.checkpoint import TensorCut
-
-    written: list[str] = []
-    original = TensorCut.blocks
-
-    def blocks(self: TensorCut):  # type: ignore[no-untyped-def]
-        written.append(self.name)
-        return original(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TensorCut, "blocks", blocks)
-        deadline = time.monotonic() + 5
-        while main(words) != 0:  # the kernel drops the lock of a killed process a moment later
-            assert time.monotonic() < deadline
-    return written
-
-
 def test_after_a_kill_the_same_command_goes_on(
     parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     words = ["slice", str(parent), str(out), "--to", "a", "--to", "b"]
     slice_sizes(parent, [Size(tmp_path / "wanted" / name, SIZES[name], name) for name in ("a", "b")])
-    total = sum(len(json.loads(_header(path))) - 1 for path in (tmp_path / "wanted").rglob("*.safetensors"))
-    kill_in_mid_write(words)
+    total = tensors_in(tmp_path / "wanted")
+    kill_in_mid_write(words, before=60)
     assert {".a.partial", ".a.resume", ".b.partial", ".b.resume"} == {path.name for path in out.iterdir()}
     (out / ".a.partial" / "stale").touch()
     # 59 were written; the last of them may belong to a tensor that the other size had not got yet.
     assert total - 59 <= len(written_again(words, monkeypatch)) <= total - 58
     assert contents(out) == contents(tmp_path / "wanted")
-
-
-def _header(path: Path) -> bytes:
-    content = path.read_bytes()
-    return content[8 : 8 + int.from_bytes(content[:8], "little")]
 
 
 @pytest.mark.parametrize("change", ["size", "source", "file gone", "header"])
@@ -272,7 +210,7 @@ def test_after_a_kill_other_work_starts_over(
 ) -> None:
     source, out = Path(shutil.copytree(parent, tmp_path / "source")), tmp_path / "out"
     words = ["slice", str(source), str(out), "--width", "hidden=48"]
-    kill_in_mid_write(words)
+    kill_in_mid_write(words, before=60)
     assert (tmp_path / ".out.resume").exists()
     weights = tmp_path / ".out.partial" / "model.safetensors"
     if change == "size":
@@ -289,7 +227,7 @@ def test_after_a_kill_other_work_starts_over(
     written = written_again(words, monkeypatch)
     slice_checkpoint(source, tmp_path / "wanted" / "out", Submodel(widths={"hidden": int(words[-1][-2:])}))
     assert contents(out) == contents(tmp_path / "wanted" / "out")
-    assert len(written) == len(json.loads(_header(out / "model.safetensors"))) - 1
+    assert len(written) == tensors_in(out)
     assert not (tmp_path / ".out.resume").exists()
 
 
