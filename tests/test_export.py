@@ -11,15 +11,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from quantized import quantized_folder
+from safetensors.torch import load_file
 from tiny import tiny_folder
 
 from star_elastic import Submodel, slice_checkpoint
 from star_elastic.cli import main
 from star_elastic.errors import CheckpointError, TargetError
-from star_elastic.export import SCRIPT, ConverterError, export_gguf, find_converter
+from star_elastic.export import export_gguf
+from star_elastic.llama_cpp import SCRIPT, ConverterError, find_converter
+from star_elastic.units import format_bytes
 from star_elastic.verify import verify_folder
 
 SRC = Path(__file__).parents[1] / "src"
@@ -142,6 +147,55 @@ def test_what_is_refused_before_the_converter_runs(model: Path, tmp_path: Path) 
     (code / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["code.T", None]}}))
     with pytest.raises(CheckpointError, match="would run code that comes with the model"):
         export_gguf(code, tmp_path / "m.gguf", converter=llama)
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("where", ["section", "sidecar"])
+def test_quantized_folders_are_refused(
+    form: str, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = quantized_folder(tmp_path / "model", form, section=where == "section", sidecar=where == "sidecar")
+    llama = converter(tmp_path / "llama", WRITES)
+    capsys.readouterr()
+    assert main(["export", str(folder), "--gguf", str(tmp_path / "m.gguf"), "--converter", str(llama)]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and f"model is quantized ({form.upper()} by ModelOpt)" in error
+    assert not list(tmp_path.glob("*.gguf"))
+
+
+def test_models_that_llama_cpp_does_not_run_are_refused(tmp_path: Path) -> None:
+    llama, out = converter(tmp_path / "llama", WRITES), tmp_path / "m.gguf"
+    both = tiny_folder(tmp_path / "both", pattern="ME*-")
+    with pytest.raises(ConverterError, match="both cannot become a GGUF file: llama.cpp has no architecture with exp"):
+        export_gguf(both, out, converter=llama, python=sys.executable)
+    dense = tiny_folder(tmp_path / "dense", pattern="M*-")
+    with pytest.raises(ConverterError, match="without experts.*: give a --python that has transformers 4"):
+        export_gguf(dense, out, converter=llama)
+    assert export_gguf(dense, out, converter=llama, python=sys.executable).exists()
+
+
+def test_families_without_a_table_are_the_converters_business(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    assert export_gguf(folder, tmp_path / "m.gguf", converter=converter(tmp_path / "llama", WRITES)).exists()
+
+
+def test_the_disk_is_looked_at_first(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = 200_000
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "total used free")(0, 0, free))
+    tensors = [t for file in model.glob("*.safetensors") for t in load_file(file).values()]
+    bf16 = sum(t.numel() * (2 if t.ndim > 1 else 4) for t in tensors)
+    assert bf16 > free
+    llama = converter(tmp_path / "llama", FAILS)
+    words = ["export", str(model), "--gguf", str(tmp_path / "m.gguf"), "--converter", str(llama)]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"m.gguf: needs {format_bytes(bf16)}, {format_bytes(free)} are free" in said and len(said.splitlines()) == 1
+    free = bf16
+    assert main(words) == 2 and "KeyError: no such architecture" in capsys.readouterr().err
 
 
 def test_a_slice_without_experts_does_not_speak_of_them(tmp_path: Path) -> None:
