@@ -77,6 +77,46 @@ def test_the_source_is_read_in_order(parent: Path, tmp_path: Path, monkeypatch: 
     assert places == sorted(places) and max(Counter(places).values()) == 3
 
 
+def bytes_read() -> int:
+    """Bytes that this process has had read from disks so far."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
+def forget(path: Path, start: int = 0, stop: int = 0) -> None:
+    """Make the system read a file, or a part of it, from the disk again."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/io", os.R_OK), reason="nobody counts what is read from disks")
+def test_each_byte_comes_from_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model larger than memory: what was read is forgotten as soon as its unit is finished."""
+    source = tiny_folder(tmp_path / "source", pattern="M*E", vocab_size=2**16)  # embedding and head of 16 MiB each
+    finished = onepass._Log.finished
+
+    def forgetting(self: onepass._Log, unit: onepass.Unit) -> None:
+        finished(self, unit)
+        for start, stop in unit.ranges():
+            forget(unit.path, start, stop)
+
+    monkeypatch.setattr(onepass._Log, "finished", forgetting)
+    weights = source / "model.safetensors"
+
+    def counted(*widths: int) -> float:
+        sizes = [Size(tmp_path / f"{len(widths)}-{hidden}", Submodel(widths={"hidden": hidden})) for hidden in widths]
+        forget(weights)
+        before = bytes_read()
+        slice_sizes(source, sizes)
+        return (bytes_read() - before) / weights.stat().st_size
+
+    once = counted(48)
+    if once == 0:
+        pytest.skip("this file system lies in memory")
+    assert 0.99 <= once < 1.05 and 0.99 <= counted(48, 32) < 1.05
+
+
 def test_on_the_command_line(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["slice", str(parent), str(out), "--to", "a", "--to", "b", "--threads", "2"]) == 0

@@ -17,7 +17,8 @@ def test_bytes_have_binary_units(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("slice", 2**40, "bytes") as advance:
         advance(2**39)
         advance(2**39)
-    assert "iB/s" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "iB/s" in said and "1.0/1.0 TiB" in said
 
 
 def test_hidden_bar_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

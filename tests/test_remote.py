@@ -12,6 +12,7 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from hub_server import COMMIT, Faults, HubServer, use
 from quantized import quantized_folder
 from tiny import tiny_folder
 
+from star_elastic import rewrite
 from star_elastic.checkpoint import onepass
 from star_elastic.checkpoint.ranges import length, merged
 from star_elastic.cli import main
@@ -134,29 +136,38 @@ def fetched_ranges(hub: HubServer) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def test_only_the_needed_rows_once_each(hub: HubServer, tmp_path: Path, parent: Path) -> None:
+def needed_by_hand(parent: Path, *cuts: tuple[int, int]) -> int:
+    """Bytes of the rows that cuts to so many experts and hidden channels need together.
+
+    All rows of what hidden indexes by column, the first rows where it is the row, and the first experts.
+    """
     from safetensors import safe_open
 
-    slice_checkpoint(hub.name, tmp_path / "out", Submodel(widths={"experts": 4, "hidden": 32}))
-    asked = fetched_ranges(hub)
-    for ranges in asked.values():
-        assert length(ranges) == length(merged(ranges)), "some bytes were fetched twice"
-    # By hand: all rows of what hidden indexes by column, half of the rows where it is the row, half of the experts.
     wanted = 0
     for path in parent.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 shape = file.get_slice(name).get_shape()
-                size = file.get_tensor(name).nbytes
+                row_bytes = file.get_tensor(name).nbytes // shape[0]
                 expert = name.split("experts.")[1].split(".")[0] if ".experts." in name else "0"
-                if expert.isdigit() and int(expert) >= 4:
-                    continue
+                cut = [(experts, hidden) for experts, hidden in cuts if not expert.isdigit() or int(expert) < experts]
                 by_row = name.endswith(("down_proj.weight", "o_proj.weight", "out_proj.weight")) or shape == [64]
-                halved = (by_row and "mixer.norm" not in name) or name.endswith(
-                    ("gate.weight", "e_score_correction_bias")
-                )
-                wanted += size // 2 if halved else size
-    assert sum(map(length, asked.values())) == wanted
+                if name.endswith(("gate.weight", "e_score_correction_bias")):
+                    rows = [experts for experts, _ in cut]
+                elif by_row and "mixer.norm" not in name:
+                    rows = [hidden for _, hidden in cut]
+                else:
+                    rows = [shape[0] for _ in cut]
+                wanted += max(rows, default=0) * row_bytes
+    return wanted
+
+
+def test_only_the_needed_rows_once_each(hub: HubServer, tmp_path: Path, parent: Path) -> None:
+    slice_checkpoint(hub.name, tmp_path / "out", Submodel(widths={"experts": 4, "hidden": 32}))
+    asked = fetched_ranges(hub)
+    for ranges in asked.values():
+        assert length(ranges) == length(merged(ranges)), "some bytes were fetched twice"
+    assert sum(map(length, asked.values())) == needed_by_hand(parent, (4, 32))
     assert {f.name for f in hub.fetched if f.name.endswith((".bin", ".py"))} == set()
 
 
@@ -168,6 +179,28 @@ def test_several_sizes_fetch_each_byte_once(hub: HubServer, tmp_path: Path) -> N
     for name, submodel in {"cut": CUT, "small": SMALL}.items():
         slice_checkpoint(hub.folder, tmp_path / "b" / name, submodel)
         check_same(tmp_path / "a" / name, tmp_path / "b" / name)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_bar_counts_the_bytes_that_are_fetched(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: Path, threads: int
+) -> None:
+    """Its length is known beforehand, and reached exactly; several sizes count what they share once."""
+    bars: list[tuple[str, int, str]] = []
+    counts: list[int] = []
+
+    @contextmanager
+    def bar(label: str, total: int, unit: str, **_: object) -> Iterator[Callable[[int], None]]:
+        bars.append((label, total, unit))
+        yield counts.append
+
+    monkeypatch.setattr(rewrite, "progress_bar", bar)
+    cuts = {"a": (6, 32), "b": (4, 64)}  # neither holds the other
+    hub.faults.drop = 2  # what was got before stays counted, and is not asked for again
+    sizes = [Size(tmp_path / n, Submodel(widths={"experts": e, "hidden": h})) for n, (e, h) in cuts.items()]
+    slice_sizes(hub.name, sizes, threads=threads)
+    assert bars == [("fetch", needed_by_hand(parent, *cuts.values()), "bytes")]
+    assert sum(counts) == bars[0][1] and min(counts) > 0 and len(counts) > 20
 
 
 def test_what_is_read_is_given_back_to_the_disk(
@@ -412,6 +445,7 @@ def test_other_work_is_not_continued(hub: HubServer, tmp_path: Path, change: str
 SLOW = """
 import sys
 from star_elastic import cli
+from star_elastic import rewrite
 from star_elastic.checkpoint import onepass
 from star_elastic.remote import mirror
 mirror.HEADER_GUESS = 16

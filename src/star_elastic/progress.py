@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from star_elastic.units import format_bytes, format_count
@@ -53,7 +62,7 @@ def progress_bar(
     Args:
         description: what is being done.
         total: units of work in all.
-        unit: their name in the plural; ``bytes`` are shown as KiB, MiB, ...
+        unit: their name in the plural; of ``bytes`` it is shown how many are done, in KiB, MiB, ...
         shown: False shows nothing; the function still takes calls.
         above: shown above the bar, and drawn anew with it; in a terminal only.
         console: where to; stderr by default.
@@ -66,6 +75,7 @@ def progress_bar(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
+        *([DownloadColumn(binary_units=True)] if unit == "bytes" else []),
         RateColumn(unit),
         TimeRemainingColumn(),
     )
