@@ -156,6 +156,8 @@ def test_memory_follows_the_dtype_of_the_model() -> None:
         ({"widths": ["hidden=4", "hidden=8"]}, "names hidden twice: 4 and 8"),
         ({"layers": "0,x"}, "cannot read --layers '0,x'"),
         ({"layers": ""}, "cannot read --layers ''"),
+        ({"to": "small", "context": 4096}, "--context 4096 means nothing without --memory"),
+        ({"params": "1e9", "batch": 1}, "--batch 1 means nothing without --memory"),
     ],
 )
 def test_requests_refused(words: dict[str, Any], message: str) -> None:

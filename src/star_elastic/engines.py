@@ -20,7 +20,8 @@ class Engine:
 
     Attributes:
         name: for people.
-        commands: lines for a shell; ``{path}`` is the folder, ``{file}`` a GGUF file of its name, ``{name}`` the same for Ollama.
+        commands: lines for a shell; ``{path}`` is the folder, ``{file}`` its GGUF file, ``{name}`` and ``{place}`` are the
+            names that Ollama takes for the model and for that file.
         reads: the engine whose files it runs, by the name that families give it.
         quantized: whether it reads ModelOpt's FP8 and NVFP4.
     """
@@ -31,11 +32,12 @@ class Engine:
     quantized: bool = False
 
 
+EXPORT = "star-elastic export {path} --gguf {file}"
 ENGINES = (
     Engine(VLLM, ("vllm serve {path}",), VLLM, quantized=True),
     Engine(SGLANG, ("python -m sglang.launch_server --model-path {path}",), SGLANG, quantized=True),
-    Engine(LLAMA_CPP, ("star-elastic export {path} --gguf {file}", "llama-cli -m {file} -p Hello"), LLAMA_CPP),
-    Engine("Ollama, then", ("echo FROM ./{file} > Modelfile", "ollama create {name} -f Modelfile"), LLAMA_CPP),
+    Engine(LLAMA_CPP, (EXPORT, "llama-cli -m {file} -p Hello"), LLAMA_CPP),
+    Engine("Ollama, then", ("echo FROM {place} > Modelfile", "ollama create {name} -f Modelfile"), LLAMA_CPP),
 )
 
 
@@ -53,7 +55,7 @@ def unfit(config: Config, engine: str) -> Unfit | None:
 
 
 def engine_commands(
-    config: Config, path: str, *, quantized: bool = False, per_layer: bool = False
+    config: Config, path: str, *, quantized: bool = False, per_layer: bool = False, file: str | None = None
 ) -> dict[str, list[str]]:
     """Command lines by engine, for those that can run the model.
 
@@ -62,6 +64,7 @@ def engine_commands(
         path: the folder, or its name on the hub.
         quantized: whether it is quantized by ModelOpt.
         per_layer: whether its layers differ in width, which no config can tell an engine.
+        file: its GGUF file, where there is one already.
 
     Example:
         >>> engine_commands(config, "small")["vLLM"]  # doctest: +SKIP
@@ -71,10 +74,11 @@ def engine_commands(
         return {}
     name = path.rstrip("/").rpartition("/")[2]
     plain = re.sub(r"[^a-z0-9._-]+", "-", name.lower())  # Ollama's names
-    words = {"path": path, "name": plain, "file": f"{name}.gguf"}
+    gguf = file or f"{name}.gguf"
+    words = {"path": path, "name": plain, "file": gguf, "place": gguf if gguf.startswith("/") else f"./{gguf}"}
     quoted = {key: shlex.quote(word) for key, word in words.items()}
     return {
-        engine.name: [command.format(**quoted) for command in engine.commands]
+        engine.name: [command.format(**quoted) for command in engine.commands if command != EXPORT or file is None]
         for engine in ENGINES
         if (engine.quantized or not quantized) and unfit(config, engine.reads) is None
     }

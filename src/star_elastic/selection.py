@@ -9,6 +9,7 @@ from pathlib import Path
 from star_elastic import cost
 from star_elastic.engines import engine_commands, engine_lines
 from star_elastic.errors import MOST_NAMES, ElasticError, RemoteError, WidthError
+from star_elastic.export import Gguf
 from star_elastic.families.base import Config, itemsize
 from star_elastic.inspect import submodel_cost, with_full
 from star_elastic.ladder import Budget, Choice, choose
@@ -25,6 +26,7 @@ from star_elastic.slice import (
     scratch_path,
     write_sizes,
 )
+from star_elastic.slice_gguf import GgufFile, plan_files, write_files
 from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
 from star_elastic.units import format_bytes, format_count, parse_count, parse_size
 
@@ -62,13 +64,14 @@ class SizeRequest:
         params: str | None = None,
         active_params: str | None = None,
         memory: str | None = None,
-        context: int = 8192,
-        batch: int = 1,
+        context: int | None = None,
+        batch: int | None = None,
     ) -> SizeRequest:
         """Read the options of the command line, before any file is opened.
 
         Raises:
-            RequestError: not exactly one kind of size was given, or a width or layer cannot be read.
+            RequestError: not exactly one kind of size was given, a width or layer cannot be read, or ``context`` or ``batch``
+                go with another kind than ``memory``.
             QuantityError: a number or size cannot be read.
         """
         given = {
@@ -82,6 +85,7 @@ class SizeRequest:
         if len(named) != 1:
             problem = f"{' and '.join(named)} exclude each other" if named else "no size is given"
             raise RequestError(f"{problem}: say exactly one of {', '.join(given)}")
+        check_goes_with("--memory", memory is not None, {"--context": context, "--batch": batch})
         if to is not None:
             return cls(name=to)
         if given["--width/--layers"]:
@@ -95,13 +99,13 @@ def parse_budget(
     params: str | None = None,
     active_params: str | None = None,
     memory: str | None = None,
-    context: int = 8192,
-    batch: int = 1,
+    context: int | None = None,
+    batch: int | None = None,
 ) -> Budget:
     """Read the budget options of the command line.
 
     Raises:
-        RequestError: not exactly one budget was given.
+        RequestError: not exactly one budget was given, or ``context`` or ``batch`` with another than ``memory``.
         QuantityError: a number or size cannot be read.
     """
     given = {"--params": params, "--active-params": active_params, "--memory": memory}
@@ -109,11 +113,24 @@ def parse_budget(
     if len(named) != 1:
         problem = f"{' and '.join(named)} exclude each other" if named else "no budget is given"
         raise RequestError(f"{problem}: say exactly one of {', '.join(given)}")
+    check_goes_with("--memory", memory is not None, {"--context": context, "--batch": batch})
     if params is not None:
         return Budget("params", parse_count(params))
     if active_params is not None:
         return Budget("active_params", parse_count(active_params))
-    return Budget("memory", parse_size(str(memory)), context=context, batch=batch)
+    sizes = {name: size for name, size in {"context": context, "batch": batch}.items() if size is not None}
+    return Budget("memory", parse_size(str(memory)), **sizes)
+
+
+def check_goes_with(option: str, given: bool, others: Mapping[str, object]) -> None:
+    """Refuse options that would be ignored without another one.
+
+    Raises:
+        RequestError: one of ``others`` is not None while ``option`` is not ``given``.
+    """
+    for name, value in others.items():
+        if value is not None and not given:
+            raise RequestError(f"{name} {value} means nothing without {option}: leave it out, or give {option} too")
 
 
 def stored_format(config: Config, layout: Layout) -> str:
@@ -257,15 +274,16 @@ def run_slice(
     preset: str | None = None,
     drop: Sequence[str] = (),
     threads: int | None = None,
+    gguf: Gguf | None = None,
     dry_run: bool = False,
 ) -> list[SliceReport]:
     """Slice as asked on the command line, and say on stdout what was chosen and cut.
 
-    One size goes to ``out`` itself, several each to a folder of its name in it. A dry run makes every check of a real one and
-    writes nothing.
+    One size goes to ``out`` itself, several each to a folder of its name in it. With ``gguf`` a file is made of each, beside it.
+    A dry run makes every check of a real one and writes nothing.
 
     Raises:
-        As ``open_elastic``, ``select`` and ``slice_sizes`` do.
+        As ``open_elastic``, ``select``, ``slice_sizes``, ``plan_files`` and ``write_files`` do.
     """
     folders = planned_folders(out, requests)
     check_folders(folders, source)
@@ -274,6 +292,7 @@ def run_slice(
         selections = [select(request, config, layout, elastic) for request in requests]
         sizes = [Size(folder, found.submodel, found.name) for folder, found in zip(folders, selections, strict=True)]
         plan = plan_sizes(opened, sizes, drop=drop)  # for its checks, before anything is said
+        files = plan_files(gguf, plan) if gguf is not None else []
         for selection in selections:
             if len(sizes) > 1:
                 print(f"{selection.name}:")
@@ -284,23 +303,34 @@ def run_slice(
         lines = [*_dropped_lines(plan.dropped), *_tied_lines(plan.tied), *_quantized_lines(plan)]
         for line in (*lines, *_fetch_lines(opened, plan)):
             print(line)
+        if dry_run or files:
+            plan.check_space(threads, {file.path.resolve(): file.nbytes for file in files})
         if dry_run:
-            plan.check_space(threads)
-            print(f"dry run: {' and '.join(map(str, folders))} {'was' if len(folders) == 1 else 'were'} not written")
+            unwritten = [*folders, *(file.path for file in files)]
+            print(f"dry run: {' and '.join(map(str, unwritten))} {'was' if len(unwritten) == 1 else 'were'} not written")
             return []
-        try:
-            reports = write_sizes(plan, threads=threads)
-        except KeyboardInterrupt:
-            if opened.fetch is None:
-                raise
-            raise RemoteError("interrupted; what is finished is kept: the same command goes on from there") from None
-        for model, report in zip(plan.models, reports, strict=True):
+        reports = _write(plan, threads)
+        for report in reports:
             print(f"wrote {report.folder}: {report.tensors} tensors, {format_bytes(report.nbytes)}")
-            for line in _engine_lines(model, report, bool(plan.quantized)):
-                print(line)
         if opened.fetch is not None:
             print(opened.fetch.checked())
-        return reports
+    if gguf is not None:
+        for line in write_files(gguf, files):
+            print(line)
+    for number, report in enumerate(reports):
+        for line in _engine_lines(plan.models[number], report, plan.quantized, files[number] if files else None):
+            print(line)
+    return reports
+
+
+def _write(plan: SlicePlan, threads: int | None) -> list[SliceReport]:
+    """Write the slices; what was fetched for them outlives an interrupt, and is told to."""
+    try:
+        return write_sizes(plan, threads=threads)
+    except KeyboardInterrupt:
+        if plan.opened.fetch is None:
+            raise
+        raise RemoteError("interrupted; what is finished is kept: the same command goes on from there") from None
 
 
 def planned_folders(out: Path, requests: Sequence[SizeRequest]) -> list[Path]:
@@ -350,10 +380,16 @@ def _quantized_lines(plan: SlicePlan) -> list[str]:
     ]
 
 
-def _engine_lines(model: NewModel, report: SliceReport, quantized: bool) -> list[str]:
+def _engine_lines(model: NewModel, report: SliceReport, quantized: str, file: GgufFile | None) -> list[str]:
     """How to run a slice in other engines."""
-    per_layer = bool(report.submodel.layer_widths)
-    return engine_lines(engine_commands(model.config, str(report.folder), quantized=quantized, per_layer=per_layer))
+    commands = engine_commands(
+        model.config,
+        str(report.folder),
+        quantized=bool(quantized),
+        per_layer=bool(report.submodel.layer_widths),
+        file=str(file.path) if file else None,
+    )
+    return engine_lines(commands)
 
 
 def _fetch_lines(opened: OpenedSource, plan: SlicePlan) -> list[str]:

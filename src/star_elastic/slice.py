@@ -184,13 +184,18 @@ class SlicePlan:
     tied: Mapping[str, str]
     quantized: str = ""
 
-    def check_space(self, threads: int | None = None) -> None:
-        """Raise CheckpointError where a disk is too small, as writing does before anything else."""
+    def check_space(self, threads: int | None = None, also: Mapping[Path, int] | None = None) -> None:
+        """Raise CheckpointError where a disk is too small, as writing does before anything else.
+
+        Args:
+            threads: as in ``slice_checkpoint``.
+            also: bytes of further files that will be written afterwards.
+        """
         sizes = {Path(model.out).resolve(): model.nbytes for model in self.models}
         if self.opened.fetch is not None:
             room = self.opened.fetch.room(self.units(), threads or HUB_THREADS)
             sizes[scratch_path(self.models[0].out)] = sum(room.values())
-        check_space(sizes)
+        check_space({**sizes, **(also or {})})
 
     def units(self) -> list[Unit]:
         """The work, if nothing of it is done yet."""

@@ -26,6 +26,11 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda
 
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto (as stored), float32, bfloat16 or float16.")]
 
+Context = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence, for --memory; 8192 if left out.")
+]
+Batch = Annotated[int | None, typer.Option(metavar="N", min=1, help="Sequences at once, for --memory; 1 if left out.")]
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from star_elastic.cli.app import Device, Dtype, app
+from star_elastic.cli.app import Batch, Context, Device, Dtype, app
 
 
 class Layerwise(StrEnum):
@@ -152,8 +152,8 @@ def search(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="At most SIZE (24GiB): weights, caches, states.")
     ] = None,
-    context: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per sequence, for --memory.")] = 8192,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences at once, for --memory.")] = 1,
+    context: Context = None,
+    batch: Batch = None,
     axes: Annotated[
         str | None, typer.Option(metavar="A,B", help="Cut only these axes; all that are sorted if left out.")
     ] = None,

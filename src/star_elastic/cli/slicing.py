@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from star_elastic.cli.app import Preset, app
+from star_elastic.cli.app import Batch, Context, Preset, app
 
 
 @app.command("slice")
@@ -40,8 +40,8 @@ def slice_verb(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Largest that fits SIZE (24GiB): weights, caches, states.")
     ] = None,
-    context: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per sequence, for --memory.")] = 8192,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences at once, for --memory.")] = 1,
+    context: Context = None,
+    batch: Batch = None,
     preset: Preset = None,
     drop: Annotated[
         list[str] | None,
@@ -51,6 +51,19 @@ def slice_verb(
     ] = None,
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, max=64, help="Tensors at once: 1, or 4 from the hub.")
+    ] = None,
+    gguf: Annotated[
+        bool, typer.Option("--gguf", help="Also make OUT.gguf, by llama.cpp's converter; see star-elastic export.")
+    ] = False,
+    kind: Annotated[
+        str | None, typer.Option("--type", metavar="TYPE", help="Of the GGUF file: F32, BF16 (the default), F16 or Q8_0.")
+    ] = None,
+    converter: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="llama.cpp's folder; LLAMA_CPP and PATH are searched if left out."),
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(metavar="PROGRAM", help="Python to run the converter with; this one if left out.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be cut, write nothing.")] = False,
 ) -> None:
@@ -66,8 +79,12 @@ def slice_verb(
       star-elastic slice org/name ./sizes --to 12b --to 23b
       star-elastic slice ./parent ./cut --width hidden=1920 --width expert_ffn=960
       star-elastic slice ./elastic ./fits --memory 24GiB --context 32768 --dry-run
+      LLAMA_CPP=~/llama.cpp star-elastic slice ./elastic ./small --to small --gguf --type Q8_0
     """
-    from star_elastic.selection import SizeRequest, run_slice
+    from star_elastic.export import Gguf
+    from star_elastic.selection import SizeRequest, check_goes_with, run_slice
+
+    check_goes_with("--gguf", gguf, {"--type": kind, "--converter": converter, "--python": python})
 
     names: list[str | None] = [*to] if to else [None]
     requests = [
@@ -83,4 +100,5 @@ def slice_verb(
         )
         for name in names
     ]
-    run_slice(source, out, requests, preset=preset, drop=drop or (), threads=threads, dry_run=dry_run)
+    made = Gguf.parse(kind or "BF16", converter, python) if gguf else None
+    run_slice(source, out, requests, preset=preset, drop=drop or (), threads=threads, gguf=made, dry_run=dry_run)
