@@ -98,7 +98,7 @@ def test_each_byte_comes_from_the_disk_once(tmp_path: Path, monkeypatch: pytest.
 
     def forgetting(self: onepass._Log, unit: onepass.Unit) -> None:
         finished(self, unit)
-        for start, stop in unit.ranges():
+        for start, stop in unit.ranges:
             forget(unit.path, start, stop)
 
     monkeypatch.setattr(onepass._Log, "finished", forgetting)

@@ -47,7 +47,7 @@ class Segment:
 
     factors: tuple[Factor, ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of positions in the parent."""
         return math.prod(factor.size for factor in self.factors)
@@ -371,10 +371,15 @@ class Layout:
         """Whether legal ``widths`` also fit together."""
         return all(coupling.holds(self.complete(widths)) for coupling in self.couplings)
 
-    def members(self, widths: Mapping[str, int]) -> dict[str, list[int]]:
-        """Kept members of every axis that ``widths`` cuts (axes at the parent's own width are left out)."""
-        cut = {name: width for name, width in widths.items() if width != self.axes[name].size}
-        return {name: self.axes[name].members(width) for name, width in cut.items()}
+    def members(self, widths: Mapping[str, int]) -> dict[str, Sequence[int]]:
+        """Kept members of every axis that ``widths`` cuts (axes at the parent's own width are left out).
+
+        A prefix is a ``range``: plans remember what they computed by members, and a range is compared at once.
+        """
+        axes = {name: self.axes[name] for name, width in widths.items() if width != self.axes[name].size}
+        return {
+            name: range(widths[name]) if axis.groups == 1 else axis.members(widths[name]) for name, axis in axes.items()
+        }
 
     def kept_units(self, layers: Sequence[int] | None = None) -> Iterator[Unit]:
         """Units of a nested model, in order: all of them, or only the decoder layers in ``layers``."""

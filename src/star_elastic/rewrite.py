@@ -31,13 +31,26 @@ from star_elastic.families import layout_of
 from star_elastic.layout import Layout, Located
 from star_elastic.per_layer import LayerWidths, own_table
 from star_elastic.progress import progress_bar
-from star_elastic.quant import SECTION, SIDECAR, quantized_parts, read_declared, read_quantized, renamed_files
+from star_elastic.quant import (
+    SECTION,
+    SIDECAR,
+    Quantized,
+    quantized_parts,
+    read_declared,
+    read_quantized,
+    renamed_files,
+)
 from star_elastic.submodel import ElasticConfig
 from star_elastic.version import VERSION
 
 
 def locate(
-    layout: Layout, checkpoint: Checkpoint, *, quantized: Collection[str] = (), hint: str = ""
+    layout: Layout,
+    checkpoint: Checkpoint,
+    *,
+    quantized: Collection[str] = (),
+    known: Quantized | None = None,
+    hint: str = "",
 ) -> dict[str, Located]:
     """What each tensor of a folder stands for, in file order.
 
@@ -45,6 +58,7 @@ def locate(
         layout: the folder's table.
         checkpoint: the folder; only headers are read.
         quantized: formats of quantized matrices that the caller can do something with.
+        known: how the folder is quantized, where the caller has found that out.
         hint: what to do about tensors that the table does not know, for the message.
 
     Raises:
@@ -52,7 +66,7 @@ def locate(
             names; or a shape or dtype is not what config.json says; or it is quantized otherwise. The message names the first
             few.
     """
-    known = read_quantized(layout, checkpoint)
+    known = known or read_quantized(layout, checkpoint)
     known.allow(quantized, checkpoint.folder)
     located: dict[str, Located] = {}
     for name, info in checkpoint.tensors.items():

@@ -27,6 +27,7 @@ from star_elastic.slice import (
     write_sizes,
 )
 from star_elastic.slice_gguf import GgufFile, plan_files, write_files
+from star_elastic.source import read_source
 from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
 from star_elastic.units import format_bytes, format_count, parse_count, parse_size
 
@@ -288,10 +289,11 @@ def run_slice(
     folders = planned_folders(out, requests)
     check_folders(folders, source)
     with open_source(source, None if dry_run else scratch_path(out)) as opened:
-        config, layout, elastic = open_elastic(opened.folder, preset=preset)
+        model = read_source(opened, drop)
+        config, layout, elastic = open_elastic(opened.folder, preset=preset, table=model.layout)
         selections = [select(request, config, layout, elastic) for request in requests]
         sizes = [Size(folder, found.submodel, found.name) for folder, found in zip(folders, selections, strict=True)]
-        plan = plan_sizes(opened, sizes, drop=drop)  # for its checks, before anything is said
+        plan = plan_sizes(model, sizes)  # for its checks, before anything is said
         files = plan_files(gguf, plan) if gguf is not None else []
         for selection in selections:
             if len(sizes) > 1:
@@ -300,7 +302,7 @@ def run_slice(
             facts = describe_cut(layout, selection.submodel, stored_format(config, layout))
             for line in (*selection.lines, *facts, *notes):
                 print(line)
-        lines = [*_dropped_lines(plan.dropped), *_tied_lines(plan.tied), *_quantized_lines(plan)]
+        lines = [*_dropped_lines(model.dropped), *_tied_lines(model.tied), *_quantized_lines(plan)]
         for line in (*lines, *_fetch_lines(opened, plan)):
             print(line)
         if dry_run or files:
@@ -318,7 +320,7 @@ def run_slice(
         for line in write_files(gguf, files):
             print(line)
     for number, report in enumerate(reports):
-        for line in _engine_lines(plan.models[number], report, plan.quantized, files[number] if files else None):
+        for line in _engine_lines(plan.models[number], report, plan.source.quantized.text, files[number] if files else None):
             print(line)
     return reports
 
@@ -328,7 +330,7 @@ def _write(plan: SlicePlan, threads: int | None) -> list[SliceReport]:
     try:
         return write_sizes(plan, threads=threads)
     except KeyboardInterrupt:
-        if plan.opened.fetch is None:
+        if plan.source.opened.fetch is None:
             raise
         raise RemoteError("interrupted; what is finished is kept: the same command goes on from there") from None
 
@@ -367,9 +369,9 @@ def _tied_lines(tied: Mapping[str, str]) -> list[str]:
 
 def _quantized_lines(plan: SlicePlan) -> list[str]:
     """What can load quantized slices; servers take only those that a config describes, whose layers agree."""
-    if not plan.quantized:
+    if not plan.source.quantized.declared:
         return []
-    note = f"note: quantized ({plan.quantized}): "
+    note = f"note: quantized ({plan.source.quantized.text}): "
     per_layer = [bool(report.submodel.layer_widths) for report in plan.reports]
     if all(per_layer):
         return [f"{note}only ElasticModel.from_pretrained can load it, dequantizing it"]
@@ -395,7 +397,7 @@ def _engine_lines(model: NewModel, report: SliceReport, quantized: str, file: Gg
 def _fetch_lines(opened: OpenedSource, plan: SlicePlan) -> list[str]:
     if opened.fetch is None:
         return []
-    needed, whole = opened.fetch.fetch_bytes(plan.units()), opened.fetch.nbytes
+    needed, whole = opened.fetch.fetch_bytes(plan.units), opened.fetch.nbytes
     lines = [f"to fetch: {format_bytes(needed)} of {format_bytes(whole)} ({needed / max(whole, 1):.0%})"]
     if opened.fetch.whole_files:
         lines.append(f"note: the server gives no parts of files, so {len(opened.fetch.whole_files)} are fetched whole")

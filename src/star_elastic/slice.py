@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,17 @@ from star_elastic.checkpoint import (
     check_target,
     plan_units,
 )
-from star_elastic.drop import drop_tensors
 from star_elastic.errors import TargetError
-from star_elastic.families import family_of, layout_of
-from star_elastic.layout import Layout
-from star_elastic.opened import OpenedSource, folder_identity, is_hub_name, open_source
+from star_elastic.families import family_of
+from star_elastic.layout import Layout, Located
+from star_elastic.opened import folder_identity, is_hub_name, open_source
 from star_elastic.parentage import Parentage, parentage
-from star_elastic.quant import ANY, bound_layout, read_quantized
+from star_elastic.quant import ANY
 from star_elastic.rewrite import NewModel, locate, say_quantized, write_models
-from star_elastic.submodel import ElasticConfig, Submodel, own_widths_in, refuse_per_layer
-from star_elastic.tied import store_once
+from star_elastic.source import DROP_HINT, SourceModel, read_source
+from star_elastic.submodel import ElasticConfig, Submodel
 
 HUB_THREADS = 4  # connections
-DROP_HINT = "; if the model can do without, leave them out with --drop and a pattern of their names"
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def slice_sizes(
     """
     check_folders([size.out for size in sizes], source)
     with open_source(source, scratch_path(sizes[0].out)) as opened:
-        plan = plan_sizes(opened, sizes, drop=drop)
+        plan = plan_sizes(read_source(opened, drop), sizes)
         return write_sizes(plan, max_shard_bytes=max_shard_bytes, threads=threads, progress=progress)
 
 
@@ -167,22 +166,14 @@ class SlicePlan:
     """Everything that is known before the first byte is written.
 
     Attributes:
-        opened: the source.
-        checkpoint: its tensors, without the dropped ones.
+        source: what is cut.
         models: what to write.
         reports: what will have been written.
-        dropped: names of tensors that are left out.
-        tied: tensors that the source stores a second time, and what they are tied to; they are written once.
-        quantized: how the weights are quantized, for people; empty where they are not.
     """
 
-    opened: OpenedSource
-    checkpoint: Checkpoint
+    source: SourceModel
     models: tuple[NewModel, ...]
     reports: tuple[SliceReport, ...]
-    dropped: tuple[str, ...]
-    tied: Mapping[str, str]
-    quantized: str = ""
 
     def check_space(self, threads: int | None = None, also: Mapping[Path, int] | None = None) -> None:
         """Raise CheckpointError where a disk is too small, as writing does before anything else.
@@ -192,46 +183,42 @@ class SlicePlan:
             also: bytes of further files that will be written afterwards.
         """
         sizes = {Path(model.out).resolve(): model.nbytes for model in self.models}
-        if self.opened.fetch is not None:
-            room = self.opened.fetch.room(self.units(), threads or HUB_THREADS)
+        fetch = self.source.opened.fetch
+        if fetch is not None:
+            room = fetch.room(self.units, threads or HUB_THREADS)
             sizes[scratch_path(self.models[0].out)] = sum(room.values())
         check_space({**sizes, **(also or {})})
 
+    @cached_property
     def units(self) -> list[Unit]:
         """The work, if nothing of it is done yet."""
         return plan_units([Output(Path(model.out), model.cuts, WeightFiles(model.cuts)) for model in self.models])
 
 
-def plan_sizes(opened: OpenedSource, sizes: Sequence[Size], *, drop: Sequence[str] = ()) -> SlicePlan:
-    """Plan several slices; only headers are read, and tied tensors that are stored twice.
+def plan_sizes(source: SourceModel, sizes: Sequence[Size]) -> SlicePlan:
+    """Plan several slices.
 
     Raises:
         As ``slice_sizes`` does.
     """
-    refuse_per_layer(opened.folder, own_widths_in(opened.folder))
-    checkpoint = Checkpoint.open(opened.folder)
-    layout = layout_of(checkpoint.config)
-    checkpoint, dropped = drop_tensors(checkpoint, layout, drop)
-    checkpoint, tied = store_once(checkpoint, layout, opened.fetch)
-    quantized = read_quantized(layout, checkpoint)
-    layout = bound_layout(layout, quantized.parts)
+    checkpoint, layout, opened = source.checkpoint, source.layout, source.opened
     identity = opened.identity or folder_identity(checkpoint)
-    parent = parentage(checkpoint, layout, formats=quantized.formats, fetched=opened.parent)
+    parent = parentage(checkpoint, layout, formats=source.quantized.formats, fetched=opened.parent)
     models, reports = [], []
     for size in sizes:
         size.submodel.check(layout)
         submodel = size.submodel.completed(layout)
         size = replace(size, submodel=submodel, name=size.name or _known_as(submodel, parent.elastic, layout))
-        cuts = plan_slice(layout, checkpoint, submodel)
-        report = _report(size, layout, cuts, dropped)
+        cuts = cuts_of(layout, checkpoint, source.located, submodel)
+        report = _report(size, layout, cuts, source.dropped)
         config = family_of(checkpoint.config).child_config(checkpoint.config, submodel.widths, submodel.layers)
         config, quantization = say_quantized(config, checkpoint, cuts)
-        card = _card(size, report, layout, checkpoint.folder, parent, config, quantized.text)
+        card = _card(size, report, layout, checkpoint.folder, parent, config, source.quantized.text)
         elastic = ElasticConfig.of_slice(layout, submodel, {"parent": parent.name, "submodel": size.name})
         work = f"slice {submodel.model_dump_json()} of {identity}"
         models.append(NewModel(size.out, cuts, config, card, elastic, quantization, work))
         reports.append(report)
-    return SlicePlan(opened, checkpoint, tuple(models), tuple(reports), dropped, tied, quantized.text)
+    return SlicePlan(source, tuple(models), tuple(reports))
 
 
 def write_sizes(
@@ -242,9 +229,9 @@ def write_sizes(
     Raises:
         As ``slice_sizes`` does.
     """
-    fetch = plan.opened.fetch
+    fetch = plan.source.opened.fetch
     write_models(
-        plan.checkpoint,
+        plan.source.checkpoint,
         plan.models,
         label="fetch" if fetch else "slice",
         max_shard_bytes=max_shard_bytes,
@@ -302,10 +289,17 @@ def plan_slice(layout: Layout, checkpoint: Checkpoint, submodel: Submodel) -> li
     Raises:
         CheckpointError: the folder's tensors are not those of the table.
     """
+    return cuts_of(layout, checkpoint, locate(layout, checkpoint, quantized=ANY, hint=DROP_HINT), submodel)
+
+
+def cuts_of(
+    layout: Layout, checkpoint: Checkpoint, located: Mapping[str, Located], submodel: Submodel
+) -> list[TensorCut]:
+    """``plan_slice``, given what the checkpoint's tensors stand for."""
     keyed, layer_number = submodel.keyed_widths, submodel.new_numbers(layout)
     members_in = {layer: layout.members(widths_of(keyed, layer)) for layer in (None, *layer_number)}
     cuts = []
-    for name, found in locate(layout, checkpoint, quantized=ANY, hint=DROP_HINT).items():
+    for name, found in located.items():
         if found.unit.layer is not None and found.unit.layer not in layer_number:
             continue
         layer = None if found.unit.layer is None else layer_number[found.unit.layer]

@@ -38,7 +38,7 @@ def plan_files(gguf: Gguf, plan: SlicePlan) -> list[GgufFile]:
     files = []
     for model, report in zip(plan.models, plan.reports, strict=True):
         gguf.check_model(
-            report.folder, model.config, quantized=plan.quantized, per_layer=tuple(report.submodel.layer_widths)
+            report.folder, model.config, quantized=plan.source.quantized.text, per_layer=tuple(report.submodel.layer_widths)
         )
         files.append(GgufFile(report.folder, file_beside(report.folder), gguf.nbytes(cut.shape for cut in model.cuts)))
     folders = {report.folder.resolve() for report in plan.reports}

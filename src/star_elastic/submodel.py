@@ -354,12 +354,26 @@ def checked_table(folder: Path | str, layout: Layout, own_widths: LayerWidths) -
         raise CheckpointError(f"{Path(folder) / FILE_NAME}: own_widths: {error}") from None
 
 
+def _read_table(folder: Path, config: dict[str, Any], per_layer: bool) -> Layout:
+    """The table of a folder, bound to how its matrices are stored."""
+    from star_elastic.quant import layout_in_folder  # it reads checkpoints, which read this module's files
+
+    layout = layout_of(config)
+    own_widths = own_widths_in(folder)
+    if not per_layer:
+        refuse_per_layer(folder, own_widths)
+    if own_widths:
+        layout = checked_table(folder, layout, own_widths)
+    return layout_in_folder(folder, layout)
+
+
 def open_elastic(
     folder: Path | str,
     *,
     preset: str | None = None,
     submodels: Mapping[str, Submodel] | None = None,
     per_layer: bool = False,
+    table: Layout | None = None,
 ) -> tuple[dict[str, Any], Layout, ElasticConfig]:
     """Config, table and nested models of a folder, read without weights.
 
@@ -371,22 +385,15 @@ def open_elastic(
         preset: take the nested models of this published model.
         submodels: further nested models by name.
         per_layer: whether the caller can handle a slice whose layers differ in width; its table is ``per_layer.own_table``.
+        table: the folder's table, bound to how its matrices are stored, where the caller has read it.
 
     Raises:
         CheckpointError: config.json or elastic.json is missing, damaged, or they disagree.
         UnknownNameError: unknown family or preset.
         WidthError: a given submodel cannot be cut.
     """
-    from star_elastic.quant import layout_in_folder  # it reads checkpoints, which read this module's files
-
     config = read_config(folder)
-    layout = layout_of(config)
-    own_widths = own_widths_in(folder)
-    if not per_layer:
-        refuse_per_layer(folder, own_widths)
-    if own_widths:
-        layout = checked_table(folder, layout, own_widths)
-    layout = layout_in_folder(Path(folder), layout)
+    layout = table or _read_table(Path(folder), config, per_layer)
     if preset is not None:
         chosen = get_preset(preset)
         if chosen.layout.fingerprint != layout.fingerprint:

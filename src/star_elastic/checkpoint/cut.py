@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -42,13 +42,13 @@ class TensorCut:
         """Bytes per number."""
         return self.info.itemsize
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape after the cut."""
         widths = {axis: len(kept) for axis, kept in self.members.items()}
         return tuple(dim.width(widths) for dim in self.dims)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes after the cut."""
         size = self.itemsize
@@ -81,10 +81,14 @@ class TensorCut:
 
 def positions(dim: Dim, members: Members) -> np.ndarray | None:
     """``dim.index``, remembered: the many experts of a layer are cut alike."""
-    return _positions(dim, tuple((axis, tuple(members[axis])) for axis in sorted(dim.axes & members.keys())))
+    return _positions(dim, tuple((axis, _fixed(members[axis])) for axis in sorted(dim.axes & members.keys())))
+
+
+def _fixed(members: Sequence[int]) -> Sequence[int]:
+    return members if isinstance(members, range) else tuple(members)
 
 
 @lru_cache(maxsize=32)
-def _positions(dim: Dim, members: tuple[tuple[str, tuple[int, ...]], ...]) -> np.ndarray | None:
+def _positions(dim: Dim, members: tuple[tuple[str, Sequence[int]], ...]) -> np.ndarray | None:
     index = dim.index(dict(members))
     return None if index is None else np.array(index, np.int64)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -103,8 +104,9 @@ class Unit:
     nbytes: int = 0
     jobs: list[tuple[Output, TensorCut]] = field(default_factory=list)
 
+    @cached_property
     def ranges(self) -> list[ByteRange]:
-        """Bytes of the file that all jobs together read, with small gaps."""
+        """Bytes of the file that all jobs together read, with small gaps; asked for once all jobs are there."""
         return merged((found for _, cut in self.jobs for found in cut.ranges(GAP_BYTES)), GAP_BYTES)
 
 
@@ -128,7 +130,7 @@ def write_units(
 
     def work(unit: Unit) -> None:
         if source is not None:
-            source.need(unit.path, unit.ranges(), advance)
+            source.need(unit.path, unit.ranges, advance)
         for output, cut in unit.jobs:
             output.files.write(output.folder, cut, _ignore if source else advance)
 
@@ -167,7 +169,7 @@ class _Log:
     def commit(self) -> None:
         if self.source is not None:  # first, because this tells whether the bytes were right
             for unit in self._open:
-                self.source.release(unit.path, unit.ranges())
+                self.source.release(unit.path, unit.ranges)
         for output in self.outputs:
             output.commit()
         self._open.clear()

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -98,35 +99,46 @@ class PlannedFile:
 
 
 class WeightFiles:
-    """The weight files of a folder, laid out before the first byte is written.
+    """The weight files of a folder, laid out before the first byte is written, when somebody first asks.
 
     Attributes:
-        files: the safetensors files, in order.
         nbytes: bytes of all tensors.
-        index: content of the index file; None where one file holds everything.
     """
 
     def __init__(self, tensors: Sequence[Planned], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        shards = split_shards(tensors, max_shard_bytes)
-        self.files: list[PlannedFile] = []
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._places: dict[str, tuple[str, int]] = {}
-        for number, shard in enumerate(shards, start=1):
-            name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            self._lay_out(name, shard)
-        weight_map = {tensor: file for tensor, (file, _) in sorted(self._places.items())}
-        index = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
-        self.index = None if len(shards) == 1 else json.dumps(index, indent=2) + "\n"
+        self._shards = split_shards(tensors, max_shard_bytes)
 
-    def _lay_out(self, name: str, tensors: Sequence[Planned]) -> None:
-        # Wide numbers first, as the format asks: after an odd count of 2-byte numbers a 4-byte tensor would lie unaligned.
-        ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)
-        header = header_bytes(ordered)
-        offset = len(header)
-        for tensor in ordered:
-            self._places[tensor.name] = (name, offset)
-            offset += tensor.nbytes
-        self.files.append(PlannedFile(name, header, offset))
+    @property
+    def files(self) -> list[PlannedFile]:
+        """The safetensors files, in order."""
+        return self._laid_out[0]
+
+    @cached_property
+    def index(self) -> str | None:
+        """Content of the index file; None where one file holds everything."""
+        if len(self._shards) == 1:
+            return None
+        weight_map = {tensor: file for tensor, (file, _) in sorted(self._laid_out[1].items())}
+        return json.dumps({"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}, indent=2) + "\n"
+
+    @cached_property
+    def _laid_out(self) -> tuple[list[PlannedFile], dict[str, tuple[str, int]]]:
+        """The files; and by tensor, the name of its file and its place in it."""
+        files: list[PlannedFile] = []
+        places: dict[str, tuple[str, int]] = {}
+        count = len(self._shards)
+        for number, shard in enumerate(self._shards, start=1):
+            name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            # Wide numbers first, as the format asks: after an odd count of 2-byte numbers a 4-byte tensor would lie unaligned.
+            ordered = sorted(shard, key=lambda tensor: -tensor.itemsize)
+            header = header_bytes(ordered)
+            offset = len(header)
+            for tensor in ordered:
+                places[tensor.name] = (name, offset)
+                offset += tensor.nbytes
+            files.append(PlannedFile(name, header, offset))
+        return files, places
 
     def are_begun(self, folder: Path) -> bool:
         """Whether ``begin`` was called on this folder, by us or by an earlier process with the same plan."""
@@ -146,7 +158,7 @@ class WeightFiles:
 
     def write(self, folder: Path, tensor: Planned, advance: Advance = lambda written: None) -> None:
         """Write one tensor to its place; several threads may write different tensors."""
-        name, start = self._places[tensor.name]
+        name, start = self._laid_out[1][tensor.name]
         with (folder / name).open("r+b", buffering=0) as file:
             offset = told = start
             for block in tensor.blocks():

@@ -127,7 +127,7 @@ class LocatedPart(Located):
         """Dimensions of the matrix that it belongs to."""
         return super().dims
 
-    @property
+    @cached_property
     def dims(self) -> Dims:
         """Dimensions of this tensor."""
         if self.part.dims is None:

@@ -44,7 +44,8 @@ class Renaming:
     @cached_property
     def is_identity(self) -> bool:
         """Whether every module that stays keeps its name, and every module has something that stays."""
-        return all(old == new for old, new in self.modules.items())
+        same = all(old == new for old, new in self.tensors.items())  # saves the names of all modules in a cut that only narrows
+        return same or all(old == new for old, new in self.modules.items())
 
     def __call__(self, pattern: str) -> list[str]:
         """What stands in the slice for a module name or pattern of the source: one name, several, or none."""

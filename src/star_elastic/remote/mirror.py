@@ -173,7 +173,7 @@ class HubMirror:
 
     def fetch_bytes(self, units: Sequence[Unit]) -> int:
         """Bytes to fetch for all of these; a file that comes only as a whole is counted so, once."""
-        ranged = sum(length(unit.ranges()) for unit in units if self._files[unit.path].ranged)
+        ranged = sum(length(unit.ranges) for unit in units if self._files[unit.path].ranged)
         whole = {unit.path for unit in units if not self._files[unit.path].ranged}
         return ranged + sum(self._files[path].remote.size for path in whole)
 
@@ -182,7 +182,7 @@ class HubMirror:
         needed = self.fetch_bytes(units)
         if self.whole_files:
             return {self.folder: needed}
-        largest = max((length(unit.ranges()) for unit in units), default=0)
+        largest = max((length(unit.ranges) for unit in units), default=0)
         return {self.folder: min(needed, SYNC_BYTES + (threads + 1) * largest)}
 
     def need(self, path: Path, ranges: Sequence[ByteRange], advance: Advance) -> None:
