@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from star_elastic.checkpoint import Checkpoint, target_folder
 from star_elastic.errors import ElasticError, nearest
 from star_elastic.families import FAMILIES, layout_of
+from star_elastic.gates import keep_gates_fp32
 from star_elastic.layout import Layout
 from star_elastic.lens_masked import MaskedLens
 from star_elastic.lens_sliced import SlicedLens
@@ -78,6 +79,7 @@ class ElasticModel(nn.Module):
         self.training = model.training
         self._frames = ("", model.base_model_prefix)
         self._switch = install(model, [unit.module for unit in self.layout.units], self._frames)
+        keep_gates_fp32(model.get_submodule(path) for unit in self.layout.units if (path := unit.router_path()))
         self._lenses: dict[str, SlicedLens] = {}
         self._views: dict[str, ViewModel] = {}
 
@@ -228,7 +230,7 @@ class ElasticModel(nn.Module):
         for unit in self.layout.units:
             if unit.router is not None:
                 experts = list(range(self.layout.axes[unit.router.axis].size))
-                module = self.model.get_submodule(unit.module).get_submodule(unit.router.module)
+                module = self.model.get_submodule(unit.router_path())
                 yield ActiveRouter(unit, module, experts, experts)
 
     @property

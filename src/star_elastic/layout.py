@@ -279,6 +279,15 @@ class Unit:
         """In-memory path of the unit's module."""
         return self.path.format(self.layer)
 
+    def router_path(self, at: str | None = None) -> str:
+        """In-memory path of the expert router, as if the unit lay at ``at`` (default: its own place); empty without one."""
+        return "" if self.router is None else f"{at or self.module}.{self.router.module}"
+
+    def stays_whole(self, row: Row) -> bool:
+        """Whether every process of a training run holds a row in full and in its own dtype: vectors, fp32 rows, router gates."""
+        gate = self.router is not None and row.name == f"{self.router.module}.weight"
+        return gate or row.buffer or row.fp32 or len(row.dims) == 1
+
 
 @dataclass(frozen=True)
 class Located:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from star_elastic.gates import in_fp32
 from star_elastic.layout import Dim, Layout, Norm, Row, Unit
 from star_elastic.masks import Masks, check_masks, of_layer, vector
 from star_elastic.routing import ROUTES, ActiveRouter
@@ -74,7 +75,7 @@ class MaskedLens:
             members = list(range(self._layout.axes[unit.router.axis].size))
             mask = masks.get(unit.router.axis)
             kept = members if mask is None else [m for m in members if mask[m] > HALF]
-            module = self._model.get_submodule(unit.module).get_submodule(unit.router.module)
+            module = self._model.get_submodule(unit.router_path())
             yield ActiveRouter(unit, module, members, kept)
 
 
@@ -100,8 +101,8 @@ def mask_unit(module: nn.Module, unit: Unit, masks: Mapping[str, torch.Tensor]) 
             attributes += norm_attributes(module, row, row.norm, share)
     if unit.router is not None and unit.router.axis in masks:
         router = module.get_submodule(unit.router.module)
-        route = functools.partial(ROUTES[unit.router.kind], router, mask=masks[unit.router.axis])
-        attributes.append(Attribute(router, "forward", route))
+        route = functools.partial(ROUTES[unit.router.kind], mask=masks[unit.router.axis])
+        attributes.append(Attribute(router, "forward", functools.partial(in_fp32, route, router)))
     gate = masks["depth"][unit.layer] if "depth" in masks and unit.layer is not None else None
     return MaskedUnit([Slot.of(module, name) for name in factors], list(factors.values()), attributes, gate)
 

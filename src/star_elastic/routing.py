@@ -4,7 +4,8 @@ The masked gate goes where the model's own code already multiplies: an expert's 
 selection score gets ``log m``. At m = 1 nothing changes, bit for bit; at m = 0 the expert is never selected, so both limits
 equal the sliced model. Between them only a swap of the top-k jumps.
 
-These are the only lines of the package that re-implement a transformers module.
+These are the only lines of the package that re-implement a transformers module. ``gates.in_fp32`` calls them, so that they need
+not think of autocast.
 """
 
 from __future__ import annotations
@@ -48,20 +49,16 @@ class Route(Protocol):
 def route_sigmoid_bias(
     router: Any, hidden_states: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sigmoid scores, selected with a correction bias that never enters the gate (DeepSeek-V3, NemotronH).
-
-    Scores are fp32 even under autocast, which would otherwise round them.
-    """
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = F.linear(hidden_states.float(), router.weight.float())
-        scores = logits.sigmoid()
-        mask = mask.float()
-        experts = select_in_groups(router, scores + router.e_score_correction_bias + mask.log())
-        gates = (scores * mask).gather(1, experts)
-        if router.norm_topk_prob:
-            gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
-        return logits, gates * router.routed_scaling_factor, experts
+    """Sigmoid scores, selected with a correction bias that never enters the gate (DeepSeek-V3, NemotronH)."""
+    hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
+    logits = F.linear(hidden_states.float(), router.weight.float())
+    scores = logits.sigmoid()
+    mask = mask.float()
+    experts = select_in_groups(router, scores + router.e_score_correction_bias + mask.log())
+    gates = (scores * mask).gather(1, experts)
+    if router.norm_topk_prob:
+        gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
+    return logits, gates * router.routed_scaling_factor, experts
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from star_elastic.axes import widths_of
 from star_elastic.cut import Cut, plan_cut
 from star_elastic.errors import CheckpointError
 from star_elastic.families import FAMILIES
+from star_elastic.gates import keep_gates_fp32
 from star_elastic.layout import Layout, Members, Unit
 from star_elastic.submodel import Submodel
 from star_elastic.swap import Slot
@@ -71,6 +72,7 @@ class Skeleton:
             pair_unit(parent, self.model, unit, path, layout.members(widths_of(keyed, unit.layer)))
             for unit, path in units
         ]
+        keep_gates_fp32(self.model.get_submodule(module) for unit, path in units if (module := unit.router_path(path)))
         self._parent = parent
         self._twins = list(twins(parent, self.model, {path: unit.module for unit, path in units}))
         theirs = vars(parent.config)

@@ -110,14 +110,14 @@ def stage_memory(layout: Layout, stage: Stage, setting: Setting) -> StageMemory:
         stage: Batch, sequence length, parts, phase.
         setting: Devices and dtypes.
     """
-    learning = [row for unit, row in parameters(layout) if unit.name(row) not in setting.frozen]
-    trained = sum(held(row, setting) * (FP32 if row.fp32 else setting.master) for row in learning)
+    learning = [(unit, row) for unit, row in parameters(layout) if unit.name(row) not in setting.frozen]
+    trained = sum(held(unit, row, setting) * (FP32 if row.fp32 else setting.master) for unit, row in learning)
     tokens = rows_per_pass(stage, setting.world_size) * stage.sequence_length
     return StageMemory(
         weights=resident(layout, setting, "fp32" if setting.master == FP32 else "bf16"),
         gradients=trained,
         moments=MOMENTS * trained,
-        average=FP32 * sum(held(row, setting) for row in learning) if setting.average else 0,
+        average=FP32 * sum(held(unit, row, setting) for unit, row in learning) if setting.average else 0,
         teacher=0 if setting.teacher is None else resident(layout, setting, setting.teacher),
         gathered=_gathered(layout, setting),
         copies=_copies(layout, stage, setting),
@@ -127,16 +127,15 @@ def stage_memory(layout: Layout, stage: Stage, setting: Setting) -> StageMemory:
     )
 
 
-def held(row: Row, setting: Setting) -> float:
+def held(unit: Unit, row: Row, setting: Setting) -> float:
     """Numbers of a parameter or buffer that one device holds: a share of a matrix, all of anything smaller."""
-    stays_whole = row.buffer or row.fp32 or len(row.dims) == 1
-    return row.numel({}) / (1 if stays_whole else setting.shares)
+    return row.numel({}) / (1 if unit.stays_whole(row) else setting.shares)
 
 
 def resident(layout: Layout, setting: Setting, dtype: str) -> Bytes:
     """Bytes of a model's weights and buffers on one device."""
-    rows = (row for _, row in layout.tensors() if row.alias is None)
-    return sum(held(row, setting) * cost.bytes_per_number(row, dtype) for row in rows)
+    rows = ((unit, row) for unit, row in layout.tensors() if row.alias is None)
+    return sum(held(unit, row, setting) * cost.bytes_per_number(row, dtype) for unit, row in rows)
 
 
 def rows_per_pass(stage: Stage, world_size: int) -> int:

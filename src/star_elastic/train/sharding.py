@@ -4,9 +4,9 @@ PyTorch's ``fully_shard`` does the work, one group per decoder layer; embedding,
 tied head is the embedding, and because the loss reads the head's matrix after the model has run. Lenses see nothing of it: a
 unit's tensors are whole by the time its forward runs.
 
-What is small stays whole everywhere: norms, biases, and the gates that a model keeps in fp32. So gates and norms are never
-rounded with the matrices beside them, and a group's tensors have one dtype, which ``fully_shard`` requires. Their gradients,
-like the width router's, are averaged by hand.
+What is small stays whole everywhere: norms, biases, and router gates. So gates and norms are never rounded with the matrices
+beside them, and a group's tensors have one dtype, which ``fully_shard`` requires. Their gradients, like the width router's, are
+averaged by hand.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ def shard(model: ElasticModel, ranks: Ranks, mesh: DeviceMesh | None, dtype: tor
 
 
 def small_parameters(model: ElasticModel) -> set[nn.Parameter]:
-    """What stays whole: everything of one dimension, and what the table keeps in fp32."""
+    """What stays whole: everything of one dimension, what the table keeps in fp32, and router gates."""
     return {
         model.model.get_parameter(unit.name(row))
         for unit, row in model.layout.tensors()
-        if not row.buffer and (row.fp32 or len(row.dims) == 1)
+        if not row.buffer and unit.stays_whole(row)
     }
 
 
