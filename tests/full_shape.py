@@ -119,28 +119,33 @@ def _matrix(stem: str, shape: tuple[int, int], form: str) -> Iterator[Stored]:
     yield Stored(f"{stem}.input_scale", "F32", ())
 
 
-def sparse_folder(path: Path, tensors: list[Stored], form: str, shard_bytes: int, **edits: Any) -> Path:
-    """A sharded folder of these tensors."""
+def sparse_folder(
+    path: Path, tensors: list[Stored], form: str, shard_bytes: int, *, empty: bool = False, **edits: Any
+) -> Path:
+    """A sharded folder of these tensors; ``empty`` leaves out the known bytes."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps({**NEMOTRON_3_NANO.config, **edits}))
     if form != "bf16":
         said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": form.upper()}}
         (path / "hf_quant_config.json").write_text(json.dumps(said))
     shards: list[list[Stored]] = [[]]
+    size = 0
     for tensor in tensors:
-        if sum(other.nbytes for other in shards[-1]) + tensor.nbytes > shard_bytes:
+        size += tensor.nbytes
+        if size > shard_bytes:
             shards.append([])
+            size = tensor.nbytes
         shards[-1].append(tensor)
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= {tensor.name: name for tensor in shard}
-        _write_sparse(path / name, shard)
+        _write_sparse(path / name, shard, empty)
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return path
 
 
-def _write_sparse(path: Path, tensors: list[Stored]) -> None:
+def _write_sparse(path: Path, tensors: list[Stored], empty: bool) -> None:
     header, end = {}, 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
@@ -150,7 +155,7 @@ def _write_sparse(path: Path, tensors: list[Stored]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-        for tensor in tensors:
+        for tensor in [] if empty else tensors:
             for start, piece in tensor.pieces():
                 file.seek(8 + len(text) + header[tensor.name]["data_offsets"][0] + start)
                 file.write(piece)
