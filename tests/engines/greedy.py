@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 NEW_TOKENS = 64
-NEAR_TIE = 1e-2
 KEEP = {"output_scores": True, "return_dict_in_generate": True}
 
 
@@ -23,10 +23,16 @@ class Greedy:
     tokens: list[int]
     margins: list[float]
 
-    @property
-    def until_near_tie(self) -> int:
-        """Number of tokens before the first that another arithmetic may decide otherwise."""
-        return next((n for n, margin in enumerate(self.margins) if margin < NEAR_TIE), len(self.tokens))
+    def until_near_tie(self, moved: list[float]) -> int:
+        """Number of tokens before the first that another arithmetic may decide otherwise.
+
+        Args:
+            moved: by how much that arithmetic moves the logits at each token. Two of them may move against each other, and what
+                once was moved (by another choice of experts) stays in the caches.
+        """
+        most = accumulate(moved, max)
+        ties = (n for n, (margin, by) in enumerate(zip(self.margins, most, strict=True)) if margin <= 2 * by)
+        return next(ties, len(self.tokens))
 
 
 def greedy(folder: Path, prompts: list[list[int]], never: list[int] | None = None) -> list[Greedy]:
@@ -42,6 +48,21 @@ def greedy(folder: Path, prompts: list[list[int]], never: list[int] | None = Non
         assert len(tokens) == NEW_TOKENS
         found.append(Greedy(tokens, (best[:, 0] - best[:, 1]).tolist()))
     return found
+
+
+def moved_by_bf16(folder: Path, prompts: list[list[int]], answers: list[Greedy]) -> list[list[float]]:
+    """By how much BF16 moves the logits that chose each token: the largest difference of any, in transformers itself."""
+    exact, rounded = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    moved = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt + answer.tokens])
+        with torch.no_grad():
+            difference = exact(ids).logits - rounded(ids).logits.float()
+        moved.append(difference[0, len(prompt) - 1 : -1].abs().amax(-1).tolist())
+    return moved
 
 
 def run_engine(python: str, script: str, model: Path, prompts: list[list[int]], scratch: Path) -> list[list[int]]:

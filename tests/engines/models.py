@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 from tiny import FAMILIES, tiny_model
+from transformers import AutoTokenizer
 
 from star_elastic import Submodel, slice_checkpoint
+from star_elastic.demo.task import make_chain
 from star_elastic.demo.tokenizer import write_tokenizer
 
 # Sizes that engines' kernels know: heads of 32 channels, states of 16.
@@ -41,3 +44,13 @@ def tiny_slice(name: str, home: Path) -> Path:
     write_tokenizer(home / "parent")
     slice_checkpoint(home / "parent", home / "slice", CUTS[name])
     return home / "slice"
+
+
+def task_prompts(folder: Path) -> list[list[int]]:
+    """Questions of the demo's task, of different lengths: a model that was trained on it is sure of most of its answer."""
+    tokenizer, rng = AutoTokenizer.from_pretrained(folder, local_files_only=True), random.Random(0)
+    prompts = []
+    for operands in (3, 4, 5, 6):
+        asked = [{"role": "user", "content": make_chain(rng, operands).question}]
+        prompts.append(tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"])
+    return prompts
