@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer
+from hub_server import HubServer, use
 from quantized import quantized_folder
-from test_remote import use
 from tiny import tiny_folder
 
 from star_elastic import Submodel, presets, slice_checkpoint
