@@ -204,10 +204,17 @@ class Router(nn.Module):
             UnknownNameError: no such budget.
             BudgetMissed: nothing is inside the tolerance; says by how much, and what is nearest.
         """
-        with torch.no_grad():
-            logits = {key: row.double() * scale / tau for key, row in self._keyed(self._logits(budget.name)).items()}
-        logs = {key: row.log_softmax(dim=-1).tolist() for key, row in logits.items()}
-        return freeze(self.combinations, budget, logs, tolerance)
+        return freeze(
+            self.combinations, budget, self.log_probabilities(budget.name, tau=tau, scale=scale), tolerance
+        )
+
+    @torch.no_grad()
+    def log_probabilities(
+        self, budget: str | Mapping[str, float], *, tau: float = 1.0, scale: float = 1.0
+    ) -> dict[Key, list[float]]:
+        """Logarithms of ``probabilities``, in fp64, as numbers."""
+        logits = {key: row.double() * scale / tau for key, row in self._keyed(self._logits(budget)).items()}
+        return {key: row.log_softmax(dim=-1).tolist() for key, row in logits.items()}
 
     def save(self, folder: Path | str) -> None:
         """Write ``router.safetensors`` into a folder."""

@@ -49,11 +49,13 @@ class SizeRequest:
         name: a nested model's name.
         submodel: explicit widths and kept layers.
         budget: an upper bound; its dtype is filled in from the model.
+        learned: the budget is a target, which the checkpoint's router is asked for.
     """
 
     name: str | None = None
     submodel: Submodel | None = None
     budget: Budget | None = None
+    learned: bool = False
 
     @classmethod
     def parse(
@@ -67,12 +69,13 @@ class SizeRequest:
         memory: str | None = None,
         context: int | None = None,
         batch: int | None = None,
+        learned: bool = False,
     ) -> SizeRequest:
         """Read the options of the command line, before any file is opened.
 
         Raises:
-            RequestError: not exactly one kind of size was given, a width or layer cannot be read, or ``context`` or ``batch``
-                go with another kind than ``memory``.
+            RequestError: not exactly one kind of size was given, a width or layer cannot be read, ``context`` or ``batch``
+                go with another kind than ``memory``, or ``learned`` with no budget.
             QuantityError: a number or size cannot be read.
         """
         given = {
@@ -87,12 +90,14 @@ class SizeRequest:
             problem = f"{' and '.join(named)} exclude each other" if named else "no size is given"
             raise RequestError(f"{problem}: say exactly one of {', '.join(given)}")
         check_goes_with("--memory", memory is not None, {"--context": context, "--batch": batch})
+        limits = {"params": params, "active_params": active_params, "memory": memory}
+        if learned and all(limit is None for limit in limits.values()):
+            raise RequestError(f"--learned means nothing with {named[0]}: give --params, --active-params or --memory")
         if to is not None:
             return cls(name=to)
         if given["--width/--layers"]:
             return cls(submodel=Submodel(widths=parse_widths(widths), layers=parse_layers(layers)))
-        limits = {"params": params, "active_params": active_params, "memory": memory}
-        return cls(budget=parse_budget(**limits, context=context, batch=batch))
+        return cls(budget=parse_budget(**limits, context=context, batch=batch), learned=learned)
 
 
 def parse_budget(
@@ -183,18 +188,31 @@ class Selection:
     lines: tuple[str, ...] = ()
 
 
-def select(request: SizeRequest, config: Config, layout: Layout, elastic: ElasticConfig) -> Selection:
+def select(
+    request: SizeRequest, config: Config, layout: Layout, elastic: ElasticConfig, folder: Path | None = None
+) -> Selection:
     """Find the nested model that ``request`` stands for.
+
+    Args:
+        request: the size.
+        config: the model's config.json.
+        layout: its table.
+        elastic: its nested models.
+        folder: where it lies, with its router; None on the hub.
 
     Raises:
         UnknownNameError: no such submodel or axis.
         WidthError: an illegal width or set of layers, or a budget that nothing fits.
+        RequestError: a router on the hub is asked for.
+        As ``learned.choose_learned`` does.
     """
     if request.name is not None:
         return Selection(request.name, elastic.get(request.name))
     if request.submodel is not None:
         return _explicit(request.submodel, layout, elastic)
     assert request.budget is not None
+    if request.learned:
+        return _learned(request.budget, layout, elastic, folder)
     return _within(replace(request.budget, dtype=stored_format(config, layout)), layout, elastic)
 
 
@@ -229,6 +247,16 @@ def _within(budget: Budget, layout: Layout, elastic: ElasticConfig) -> Selection
             lines = (f"note: {error}; so widths are taken that were not trained",)
     choice = choose(layout, {}, budget)
     return Selection(None, choice.submodel, (*lines, *_said(choice)))
+
+
+def _learned(budget: Budget, layout: Layout, elastic: ElasticConfig, folder: Path | None) -> Selection:
+    """What the router of the folder says; it alone needs torch."""
+    if folder is None:
+        raise RequestError("--learned asks a router that lies in a folder, and of the hub only weights are fetched: download it")
+    from star_elastic.learned import choose_learned
+
+    found = choose_learned(folder, layout, elastic, budget)
+    return Selection(None, found.submodel, found.lines)
 
 
 def _said(choice: Choice) -> tuple[str, str]:
@@ -291,7 +319,8 @@ def run_slice(
     with open_source(source, None if dry_run else scratch_path(out)) as opened:
         model = read_source(opened, drop)
         config, layout, elastic = open_elastic(opened.folder, preset=preset, table=model.layout)
-        selections = [select(request, config, layout, elastic) for request in requests]
+        folder = opened.folder if opened.fetch is None else None
+        selections = [select(request, config, layout, elastic, folder) for request in requests]
         sizes = [Size(folder, found.submodel, found.name) for folder, found in zip(folders, selections, strict=True)]
         plan = plan_sizes(model, sizes)  # for its checks, before anything is said
         files = plan_files(gguf, plan) if gguf is not None else []

@@ -42,6 +42,9 @@ def slice_verb(
     ] = None,
     context: Context = None,
     batch: Batch = None,
+    learned: Annotated[
+        bool, typer.Option("--learned", help="Ask the trained router for widths that cost this budget, not at most it.")
+    ] = False,
     preset: Preset = None,
     drop: Annotated[
         list[str] | None,
@@ -79,6 +82,7 @@ def slice_verb(
       star-elastic slice org/name ./sizes --to 12b --to 23b
       star-elastic slice ./parent ./cut --width hidden=1920 --width expert_ffn=960
       star-elastic slice ./elastic ./fits --memory 24GiB --context 32768 --dry-run
+      star-elastic slice ./elastic ./between --params 18B --learned
       LLAMA_CPP=~/llama.cpp star-elastic slice ./elastic ./small --to small --gguf --type Q8_0
     """
     from star_elastic.export import Gguf
@@ -97,6 +101,7 @@ def slice_verb(
             memory=memory,
             context=context,
             batch=batch,
+            learned=learned,
         )
         for name in names
     ]
