@@ -277,3 +277,18 @@ def test_the_verb_writes_what_train_takes(recipe, tmp_path, capsys):
     assert main([*command, "--dtype", "int4"]) == 2
     assert main([*command]) == 2 and "not empty" in capsys.readouterr().err
     assert main(["train", str(file), "stages.1.steps=2", f"teacher_cache={tmp_path / 'answers'}"]) == 0
+
+
+def test_several_processes_are_refused_before_anything_is_read(tmp_path, capsys, monkeypatch):
+    words = ["cache-teacher", str(tmp_path / "no-such.yaml"), str(tmp_path / "cache"), "--top-k", "4"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, told in (("0", 1), ("1", 0)):  # the first one says it for all
+        monkeypatch.setenv("RANK", rank)
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == told and error.count("cache-teacher is one process, and 2 were started") == told
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert main(words) == 2
+    assert "no-such.yaml" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from star_elastic.train.distill import real_tokens
 from star_elastic.train.gradients import split
 from star_elastic.train.interrupt import StopRequest
 from star_elastic.train.prepare import Plan, prepare
+from star_elastic.train.ranks import check_alone
 from star_elastic.train.recipe import Recipe, load_recipe, override
 from star_elastic.train.teacher import autocast, inputs
 from star_elastic.train.teacher_cache import (
@@ -96,11 +97,13 @@ def cache_teacher(
         progress: Show the expected size and a progress bar.
 
     Raises:
+        ElasticError: one of several processes that ``torchrun`` has started.
         RecipeError: as for ``train_family``; K beyond the vocabulary; a search that may be extended.
         TargetError: ``out`` is not empty, or ``OUT.run`` exists and ``resume`` is not wanted, or the reverse.
         CheckpointError: not enough space; ``OUT.run`` is of another recipe.
         CachingStopped: on Ctrl-C or SIGTERM.
     """
+    check_alone("cache-teacher")
     recipe = override(recipe, overrides) if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     plan = prepare(recipe.model_copy(update={"teacher_cache": None}))
     check_no_extension(plan)

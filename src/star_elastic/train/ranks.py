@@ -150,6 +150,20 @@ class Ranks:
 ALONE = Ranks()
 
 
+def check_alone(command: str) -> None:
+    """Refuse to run a command that knows nothing of other processes in several of them: each would write the same files.
+
+    Raises:
+        ElasticError: in the first of the processes that ``torchrun`` has started.
+        StoppedElsewhere: in the others.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size in ("", "0", "1"):
+        return
+    told = f"{command} is one process, and {size} were started (WORLD_SIZE): run it without torchrun"
+    raise ElasticError(told) if os.environ.get("RANK", "0") == "0" else StoppedElsewhere(told)
+
+
 @contextmanager
 def joined() -> Iterator[Ranks]:
     """Join the processes that ``torchrun`` has started, for the length of the block; without it, this process is alone.
