@@ -51,6 +51,10 @@ class Faults:
         gzip: claims an encoding.
         corrupt: name of a file of which one byte differs from what was hashed.
         no_ranges: sends whole files only.
+        expire_after: an address of the content network answers 403 after so many requests; 0 for never.
+        stall: takes a request for a file and never answers.
+        stall_midway: sends half of a range, and then nothing, on a connection that stays open.
+        stall_listing: the API takes a request and never answers.
         wait: called before each range is sent.
     """
 
@@ -63,6 +67,10 @@ class Faults:
     gzip: int = 0
     corrupt: str = ""
     no_ranges: bool = False
+    expire_after: int = 0
+    stall: int = 0
+    stall_midway: int = 0
+    stall_listing: int = 0
     wait: Callable[[], None] = lambda: None
 
 
@@ -78,6 +86,7 @@ class HubServer:
         token: the token.
         faults: what goes wrong.
         fetched: content that was asked for, in order.
+        redirected: files for which the hub was asked where they lie, in order.
     """
 
     folder: Path
@@ -87,15 +96,19 @@ class HubServer:
     token: str = "hf_secret"
     faults: Faults = field(default_factory=Faults)
     fetched: list[Fetched] = field(default_factory=list)
+    redirected: list[str] = field(default_factory=list)
 
     def __enter__(self) -> HubServer:
         self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._uses: list[int] = []
         self._servers = [_Server(("127.0.0.1", 0), _handler(self)) for _ in range(2)]
         for server in self._servers:
             threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closing.set()
         for server in self._servers:
             server.shutdown()
             server.server_close()
@@ -116,6 +129,23 @@ class HubServer:
             left = getattr(self.faults, fault)
             setattr(self.faults, fault, max(0, left - 1))
             return left > 0
+
+    def new_address(self, file: str) -> str:
+        """Where a large file lies, for some requests."""
+        with self._lock:
+            self.redirected.append(file)
+            self._uses.append(0)
+            return f"{self.content_url}/content/{file}?ticket={len(self._uses) - 1}"
+
+    def admits(self, ticket: int) -> bool:
+        """Whether an address is still good; counts its use."""
+        with self._lock:
+            self._uses[ticket] += 1
+            return not self.faults.expire_after or self._uses[ticket] <= self.faults.expire_after
+
+    def stall(self) -> None:
+        """Hold a connection open until the end."""
+        self._closing.wait(60)
 
     def listing(self) -> dict[str, object]:
         """The answer of the model API."""
@@ -186,6 +216,8 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
             if path.startswith("/content/"):
+                if not hub.admits(int(urlsplit(self.path).query.removeprefix("ticket="))):
+                    return self._fail(403)
                 return self._send_file(path.removeprefix("/content/"))
             if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
                 return self._send_listing(found[1], found[2])
@@ -194,6 +226,8 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             return self._fail(404, "EntryNotFound")
 
         def _send_listing(self, name: str, revision: str | None) -> None:
+            if hub.strikes("stall_listing"):
+                return hub.stall()
             if hub.strikes("busy_listing"):
                 return self._fail(503)
             if name != hub.name:
@@ -211,7 +245,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             if name != hub.name or commit != hub.commit or not (hub.folder / file).is_file():
                 return self._fail(404, "EntryNotFound")
             if file.endswith(".safetensors"):
-                return self._send(302, b"", {"Location": f"{hub.content_url}/content/{file}"})
+                return self._send(302, b"", {"Location": hub.new_address(file)})
             return self._send_file(file)
 
         def _send_file(self, name: str) -> None:
@@ -222,6 +256,8 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             large = name.endswith(".safetensors")
             if large:
                 hub.faults.wait()
+                if hub.strikes("stall"):
+                    return hub.stall()
                 if hub.strikes("busy"):
                     return self._fail(503)
                 if hub.strikes("refuse_range") or stop > size:
@@ -244,6 +280,9 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             try:
+                if status == 206 and len(body) > 1 and hub.strikes("stall_midway"):
+                    self.wfile.write(body[: len(body) // 2])
+                    hub.stall()
                 self.wfile.write(body[: len(body) // 2] if drop else body)
             except (BrokenPipeError, ConnectionResetError):  # who asked has heard enough
                 drop = True

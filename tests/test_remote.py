@@ -26,6 +26,7 @@ from star_elastic.checkpoint.ranges import length, merged
 from star_elastic.cli import main
 from star_elastic.errors import CheckpointError, ChecksumError, RemoteError
 from star_elastic.remote import mirror
+from star_elastic.remote.hub import Patience
 from star_elastic.slice import Size, slice_checkpoint, slice_sizes
 from star_elastic.submodel import ElasticConfig, Submodel
 from star_elastic.verify import against
@@ -219,6 +220,61 @@ def test_what_is_read_is_given_back_to_the_disk(
     assert length(punched) == sum(map(length, fetched_ranges(hub).values()))
 
 
+# --- where it is fetched from -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_hub_redirects_once_a_file(hub: HubServer, tmp_path: Path, local: Local, threads: int) -> None:
+    slice_checkpoint(hub.name, tmp_path / "out", CUT, threads=threads)
+    check_same(tmp_path / "out", local(hub, CUT))
+    assert sorted(hub.redirected) == sorted(path.name for path in hub.folder.glob("*.safetensors"))
+    assert len([f for f in hub.fetched if f.name.endswith(".safetensors")]) > 2 * len(hub.redirected)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_address_that_has_expired_is_asked_for_again(
+    hub: HubServer, tmp_path: Path, local: Local, threads: int
+) -> None:
+    """Without a wait, and without a byte twice."""
+    hub.faults.expire_after = 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mirror, "PATIENCE", Patience(tries=1, timeout=5))  # a refusal of an old address is no failure
+        slice_checkpoint(hub.name, tmp_path / "out", CUT, threads=threads)
+    check_same(tmp_path / "out", local(hub, CUT))
+    large = [f for f in hub.fetched if f.name.endswith(".safetensors")]
+    assert len(large) // 3 <= len(hub.redirected) < len(large)
+    for ranges in fetched_ranges(hub).values():
+        assert length(ranges) == length(merged(ranges))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_token_goes_to_the_hub_alone(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """Also where a file lies at another address of its own."""
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    hub.gated = True
+    if own:
+        monkeypatch.setattr(HubServer, "content_url", HubServer.url)
+    slice_checkpoint(hub.name, tmp_path / "out", CUT)
+    wanted = f"Bearer {hub.token}" if own else None
+    assert {f.authorization for f in hub.fetched if f.name.endswith(".safetensors")} == {wanted}
+
+
+def test_a_content_network_that_refuses_everything(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new address is not asked for without end."""
+
+    def refuse() -> None:
+        if len(hub.fetched) > HALFWAY:
+            monkeypatch.setattr(HubServer, "admits", lambda self, ticket: False)
+
+    hub.faults.wait = refuse
+    assert "the hub answered 403 when asked for org/tiny" in refused([hub.name, str(tmp_path / "out"), "--to", "cut"], capsys)
+    assert len(hub.redirected) <= len(list(hub.folder.glob("*.safetensors"))) + 4  # one for each connection
+
+
 # --- on the command line ------------------------------------------------------------------------------------------
 
 
@@ -342,6 +398,33 @@ def test_faults_that_pass(hub: HubServer, tmp_path: Path, fault: str, local: Loc
     check_same(tmp_path / "a" / "out", local(hub, CUT))
 
 
+@pytest.mark.parametrize("fault", ["stall", "stall_midway"])
+def test_a_connection_that_stalls_is_given_up_and_made_anew(
+    hub: HubServer, tmp_path: Path, local: Local, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "PATIENCE", Patience(tries=4, wait=0.001, timeout=0.5))
+    monkeypatch.setattr(mirror, "IMPATIENCE", Patience(tries=3, wait=0.001, timeout=0.5))
+    setattr(hub.faults, fault, 2)
+    hub.faults.stall_listing = 1
+    slice_checkpoint(hub.name, tmp_path / "out", CUT)
+    assert (getattr(hub.faults, fault), hub.faults.stall_listing) == (0, 0)
+    check_same(tmp_path / "out", local(hub, CUT))
+
+
+def test_a_server_that_never_answers(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "PATIENCE", Patience(tries=2, wait=0.001, timeout=0.2))
+    monkeypatch.setattr(mirror, "IMPATIENCE", Patience(tries=2, wait=0.001, timeout=0.2))
+    words = [hub.name, str(tmp_path / "out"), "--to", "cut"]
+    hub.faults.stall_listing = 2
+    assert f"the hub at {hub.url} cannot be reached: " in (said := refused(words, capsys)) and "timed out" in said
+    hub.faults.stall = 100
+    said = refused(words, capsys)
+    assert "of org/tiny cannot be fetched: " in said and "timed out (2 tries)" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -448,10 +531,18 @@ from star_elastic import cli
 from star_elastic import rewrite
 from star_elastic.checkpoint import onepass
 from star_elastic.remote import mirror
+from star_elastic.remote.hub import Patience
 mirror.HEADER_GUESS = 16
 onepass.GAP_BYTES, onepass.UNIT_BYTES, onepass.SYNC_SECONDS = 0, 4096, 0.0
 sys.exit(cli.main())
 """
+
+
+def wait_for(path: Path, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not appear"
+        time.sleep(0.01)
 
 
 SLOW_SIGNALS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -471,6 +562,7 @@ def test_going_on_after_a_signal(hub: HubServer, tmp_path: Path, how: signal.Sig
     environment = {**os.environ, "PYTHONPATH": str(SRC), "HF_ENDPOINT": hub.url}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
     assert reached.wait(30)
+    wait_for(tmp_path / "a" / ".out.resume")
     process.send_signal(how)
     time.sleep(0.2)
     go.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 from star_elastic.errors import RemoteError
 from star_elastic.remote.hub import PATIENCE, TRY_AGAIN, Patience, RemoteFile, hub_errors
@@ -24,12 +25,17 @@ class Cancelled(Exception):
 
 
 class RangeReader:
-    """Reads ranges of the files of one model; several threads may."""
+    """Reads ranges of the files of one model; several threads may.
+
+    The hub redirects large files to a content network, to an address that is good for some time. It is asked for that once a
+    file, not once a range, and again when the address has failed.
+    """
 
     def __init__(self, model_name: str, patience: Patience = PATIENCE) -> None:
         self.model_name = model_name
         self.patience = patience
         self._cancelled = threading.Event()
+        self._addresses: dict[str, str] = {}
 
     def cancel(self) -> None:
         """Make all readers stop soon."""
@@ -57,27 +63,40 @@ class RangeReader:
         at, failures, ranged = start, 0, True
         with hub_errors(self.model_name):
             while at < stop:
-                before = at
+                before, address = at, self._addresses.get(file.url)
                 try:
-                    with self._ask(file, at, stop) as response:
+                    with self._ask(file, address, at, stop) as response:
                         ranged = response.status_code == 206
                         for chunk in _answered(response, at, stop, file.size, whole_answers):
                             write(at, chunk)
                             at += len(chunk)
                             if self._cancelled.is_set():
                                 raise Cancelled
-                except HfHubHTTPError:  # a refusal: asking again is of no use
-                    raise
+                        if response.history:
+                            self._addresses[file.url] = str(response.url)
+                except HfHubHTTPError:
+                    if address is None:  # the hub's own refusal: asking again is of no use
+                        raise
+                    self._forget(file, address)  # it has expired
                 except (HTTPError, WrongAnswerError) as error:
+                    self._forget(file, address)
                     failures = 1 if at > before else failures + 1
                     self._wait(failures, file, error)
         return ranged
 
-    def _ask(self, file: RemoteFile, at: int, stop: int) -> Any:
+    def _ask(self, file: RemoteFile, address: str | None, at: int, stop: int) -> Any:
+        """Ask the hub, or the address that it has redirected to; its token is for itself alone."""
         from huggingface_hub.utils import build_hf_headers, get_session
 
-        headers = {**build_hf_headers(), "Range": f"bytes={at}-{stop - 1}", "Accept-Encoding": "identity"}
-        return get_session().stream("GET", file.url, headers=headers, timeout=self.patience.timeout)
+        own = address is None or urlsplit(address)[:2] == urlsplit(file.url)[:2]
+        known = build_hf_headers() if own else build_hf_headers(token=False)
+        headers = {**known, "Range": f"bytes={at}-{stop - 1}", "Accept-Encoding": "identity"}
+        return get_session().stream("GET", address or file.url, headers=headers, timeout=self.patience.timeout)
+
+    def _forget(self, file: RemoteFile, address: str | None) -> None:
+        """Ask the hub for a new address next time, unless another thread already has."""
+        if self._addresses.get(file.url) == address:
+            self._addresses.pop(file.url, None)
 
     def _wait(self, failures: int, file: RemoteFile, error: Exception) -> None:
         """Wait before trying again; raise where that was tried often enough."""
