@@ -16,33 +16,33 @@ SKEWED = {"30b": 0.5, "23b": 0.3, "12b": 0.2}
 
 def test_draws_follow_the_probabilities():
     sampler = BudgetSampler(SKEWED, seed=1)
-    counts = Counter(sampler.draw() for _ in range(6000))
+    counts = Counter(sampler.draw_several(1)[0] for _ in range(6000))
     for name, probability in SKEWED.items():
         # Four standard deviations of a binomial share.
         assert abs(counts[name] / 6000 - probability) < 4 * math.sqrt(probability * (1 - probability) / 6000)
 
 
 def test_probabilities_are_normalised_and_zero_is_never_drawn():
-    assert {BudgetSampler({"a": 0, "b": 6, "c": 0}, seed=s).draw() for s in range(50)} == {"b"}
+    assert {BudgetSampler({"a": 0, "b": 6, "c": 0}, seed=s).draw_several(1)[0] for s in range(50)} == {"b"}
 
 
 def test_the_same_seed_gives_the_same_draws_whatever_else_draws():
     one, two = BudgetSampler(SKEWED, seed=3), BudgetSampler(SKEWED, seed=3)
-    first = [one.draw() for _ in range(40)]
-    second = [(torch.rand(5), two.draw())[1] for _ in range(40)]
+    first = [one.draw_several(1)[0] for _ in range(40)]
+    second = [(torch.rand(5), two.draw_several(1)[0])[1] for _ in range(40)]
     assert first == second
     other = BudgetSampler(SKEWED, seed=4)
-    assert first != [other.draw() for _ in range(40)]
+    assert first != [other.draw_several(1)[0] for _ in range(40)]
 
 
 def test_a_restored_sampler_continues():
     sampler = BudgetSampler(SKEWED, seed=5)
-    [sampler.draw() for _ in range(7)]
+    [sampler.draw_several(1)[0] for _ in range(7)]
     state = sampler.state()
-    expected = [sampler.draw() for _ in range(20)]
+    expected = [sampler.draw_several(1)[0] for _ in range(20)]
     fresh = BudgetSampler(SKEWED, seed=99)
     fresh.restore(state)
-    assert [fresh.draw() for _ in range(20)] == expected
+    assert [fresh.draw_several(1)[0] for _ in range(20)] == expected
 
 
 def test_warm_up_is_linear_and_the_cosine_ends_at_the_floor():

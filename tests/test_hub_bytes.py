@@ -28,24 +28,13 @@ SHARD_BYTES = 5 * 10**9
 FORMS = ("bf16", "fp8", "nvfp4")
 
 
-class SparseHub(HubServer):
-    """Gives files of which nobody wants to hash the holes."""
-
-    def _sibling(self, path: Path) -> dict[str, object]:
-        if path.suffix != ".safetensors":
-            return super()._sibling(path)
-        size = path.stat().st_size
-        lfs = {"sha256": "0" * 64, "size": size, "pointerSize": 130}
-        return {"rfilename": path.name, "size": size, "blobId": "0" * 40, "lfs": lfs}
-
-
 @pytest.fixture(scope="module", params=FORMS)
-def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparseHub]:
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
     home = tmp_path_factory.mktemp("hub")
     needs_holes(home)
     tensors = list(all_tensors(NEMOTRON_3_NANO.config["hybrid_override_pattern"], 128, 131072, request.param))
     folder = sparse_folder(home / "published", tensors, request.param, SHARD_BYTES)
-    with SparseHub(folder, name=NEMOTRON_3_NANO.hub[request.param]) as server:
+    with HubServer(folder, name=NEMOTRON_3_NANO.hub[request.param]) as server:
         yield server
 
 
@@ -57,7 +46,7 @@ def told(form: str) -> dict[tuple[str, ...], tuple[str, str]]:
 
 @pytest.mark.slow
 def test_the_docs_say_what_a_dry_run_fetches(
-    published: SparseHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    published: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(published, monkeypatch)
     monkeypatch.setattr(onepass, "GAP_BYTES", 2**20)

@@ -5,12 +5,15 @@ The hub is a server on this machine, behind which sparse files lie in the real s
 
 from __future__ import annotations
 
+import shutil
+from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from full_shape import CUT, Stored, all_tensors, sparse_folder
 from hub_server import HubServer, use
+from test_full_shape import needs_holes
 
 from star_elastic.checkpoint import onepass
 from star_elastic.cli import main
@@ -41,6 +44,8 @@ def needed_bytes(tensors: Sequence[Stored], sizes: Sequence[str]) -> int:
 
 def dry_run(name: str, folder: Path, out: Path, sizes: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """Ask a hub that has this folder under this name, for exact ranges; the exit code. No tensor is fetched, nothing written."""
+    needs_holes(out.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "total used free")(0, 0, 2**50))
     before = sorted(out.parent.iterdir())
     with HubServer(folder, name=name) as server:
         use(server, monkeypatch)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from star_elastic.checkpoint import Checkpoint
 from star_elastic.layout import Layout
+from star_elastic.opened import HUB_NAME
 from star_elastic.presets import Preset, recognise
 from star_elastic.submodel import FILE_NAME, ElasticConfig
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 TRAINING = "training"  # what training leaves in the provenance of elastic.json
 
 
@@ -61,5 +60,6 @@ def parent_name(checkpoint: Checkpoint, elastic: ElasticConfig | None = None) ->
     """A name for the parent: what elastic.json records, the hub name in config.json, or the folder's name."""
     recorded = elastic.provenance.get("parent") if elastic else None
     origin = str(checkpoint.config.get("_name_or_path", ""))
-    hub = origin if HUB_NAME.fullmatch(origin) else None  # older writers left paths of their own machine there
+    match = HUB_NAME.fullmatch(origin)  # older writers left paths of their own machine there
+    hub = match["name"] if match else None
     return str(recorded or hub or checkpoint.folder.resolve().name)

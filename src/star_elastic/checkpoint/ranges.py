@@ -59,27 +59,6 @@ def merged(ranges: Iterable[ByteRange], gap: int = 0) -> list[ByteRange]:
     return joined
 
 
-def without(ranges: Iterable[ByteRange], present: Sequence[ByteRange]) -> list[ByteRange]:
-    """The parts of ``ranges`` that lie in none of ``present``.
-
-    Example:
-        >>> without([(0, 10)], [(2, 4), (8, 12)])
-        [(0, 2), (4, 8)]
-    """
-    left = []
-    have = merged(present)
-    for start, stop in merged(ranges):
-        for first, last in have:
-            if last <= start or first >= stop:
-                continue
-            if first > start:
-                left.append((start, first))
-            start = last
-        if start < stop:
-            left.append((start, stop))
-    return left
-
-
 def length(ranges: Iterable[ByteRange]) -> int:
     """Bytes in ranges that do not overlap."""
     return sum(stop - start for start, stop in ranges)

@@ -114,13 +114,19 @@ def format_of(dtype: str) -> Format | None:
     return next((form for form in FORMATS.values() if dtype in form.parts[0].dtypes), None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LocatedPart(Located):
-    """One of the tensors that a quantized matrix is stored as; otherwise as the matrix itself."""
+    """One of the tensors that a quantized matrix is stored as; otherwise as the matrix itself.
 
-    part: Part = CACHE_SCALES["k_scale"]
-    form: Format | None = None
-    shape: tuple[int, ...] = ()
+    Attributes:
+        part: which of them.
+        form: the format of the matrix; None where the tensor only lies beside it, as scales of the KV cache do.
+        shape: as it is stored.
+    """
+
+    part: Part
+    form: Format | None
+    shape: tuple[int, ...]
 
     @property
     def matrix_dims(self) -> Dims:

@@ -94,7 +94,14 @@ def _matrix(name: str, found: Located, tensors: Mapping[str, Described]) -> dict
 
 def _located(name: str, matrix: Located, part: Part, form: Format | None, tensor: Described) -> LocatedPart:
     located = LocatedPart(
-        matrix.unit, matrix.row, matrix.on_disk, matrix.member, matrix.segment, part, form, tensor.shape
+        unit=matrix.unit,
+        row=matrix.row,
+        on_disk=matrix.on_disk,
+        member=matrix.member,
+        segment=matrix.segment,
+        part=part,
+        form=form,
+        shape=tensor.shape,
     )
     if tensor.dtype not in part.dtypes:
         raise CheckpointError(f"{name} is {tensor.dtype}; it should be {' or '.join(sorted(part.dtypes))}")

@@ -21,7 +21,7 @@ class BudgetSampler:
 
     Example:
         >>> sampler = BudgetSampler({"full": 0.5, "mid": 0.3, "small": 0.2}, seed=0)
-        >>> sampler.draw() in {"full", "mid", "small"}
+        >>> sampler.draw_several(1)[0] in {"full", "mid", "small"}
         True
     """
 
@@ -33,10 +33,6 @@ class BudgetSampler:
         """Draw with other probabilities from now on: a new stage."""
         self.names = tuple(probabilities)
         self._weights = torch.tensor(list(probabilities.values()), dtype=torch.float64)
-
-    def draw(self) -> str:
-        """The submodel of the next step."""
-        return self.draw_several(1)[0]
 
     def draw_several(self, count: int) -> list[str]:
         """Different submodels for one step, one after the other, each among those that are left.

@@ -30,7 +30,6 @@ def verify_folder(
     *,
     against: Path | str | None = None,
     forward: bool = False,
-    numbers: bool = True,
     progress: bool = True,
 ) -> Verification:
     """Check a model folder: its files, tensors, config and numbers; and that it is its parent's cut.
@@ -41,7 +40,6 @@ def verify_folder(
         folder: a slice, an elastic checkpoint, or any model folder of a known family.
         against: the folder or hub name that it was cut from; every tensor must be its cut, bit for bit.
         forward: also load it with transformers, run it, and compare logits with the parent's view, where there is a parent.
-        numbers: look for NaN and infinity, which reads every byte.
         progress: draw a progress bar on a terminal.
 
     Returns:
@@ -60,16 +58,16 @@ def verify_folder(
     if not (folder / CONFIG).is_file():
         read_config(folder)  # says what is missing
     if against is None:
-        return _verify(folder, None, forward=forward, numbers=numbers, progress=progress)
+        return _verify(folder, None, forward=forward, progress=progress)
     if forward and is_hub_name(against):
         raise ElasticError(
             f"--forward runs the parent, and {against} is not on this disk: leave --forward out, or get it first"
         )
     with open_source(against) as opened:
-        return _verify(folder, Parent.open(opened), forward=forward, numbers=numbers, progress=progress)
+        return _verify(folder, Parent.open(opened), forward=forward, progress=progress)
 
 
-def _verify(folder: Path, parent: Parent | None, *, forward: bool, numbers: bool, progress: bool) -> Verification:
+def _verify(folder: Path, parent: Parent | None, *, forward: bool, progress: bool) -> Verification:
     report = Verification(folder)
     config, layout = _check_config(report)
     tensors, faults, about = check_files(folder)
@@ -79,10 +77,9 @@ def _verify(folder: Path, parent: Parent | None, *, forward: bool, numbers: bool
         report.skip(f"{CONFIG} describes no model", *later)
     else:
         _check_table(report, config, layout, tensors)
-    if numbers:
-        size = sum(info.nbytes for info in tensors.values())
-        with progress_bar("numbers", size, "bytes", shown=progress and sys.stderr.isatty()) as advance:
-            report.check("numbers", f"{format_bytes(size)}, all finite", number_faults(tensors, advance))
+    size = sum(info.nbytes for info in tensors.values())
+    with progress_bar("numbers", size, "bytes", shown=progress and sys.stderr.isatty()) as advance:
+        report.check("numbers", f"{format_bytes(size)}, all finite", number_faults(tensors, advance))
     submodel = None
     if parent is not None:
         submodel = _check_parent(report, parent, config, layout, tensors, progress=progress)
