@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -18,13 +19,25 @@ from transformers import AutoModelForCausalLM
 
 from star_elastic.cli import main
 from star_elastic.demo.tokenizer import write_tokenizer
-from star_elastic.errors import CheckpointError, DataError, RecipeError, TargetError, UnknownNameError, WidthError
+from star_elastic.errors import (
+    CheckpointError,
+    DataError,
+    ElasticError,
+    RecipeError,
+    TargetError,
+    UnknownNameError,
+    WidthError,
+)
 from star_elastic.families import layout_of
 from star_elastic.slice import slice_checkpoint
 from star_elastic.submodel import Submodel, read_config
+from star_elastic.train import load_recipe, metrics, train_family
 from star_elastic.train.anneal import Anneal
 from star_elastic.train.cache_run import cache_teacher
-from star_elastic.train.dry_run import DryRun, dry_run
+from star_elastic.train.check import check_run
+from star_elastic.train.dry_run import DryRun, dry_run, planned_ranks
+from star_elastic.train.ranks import Ranks
+from star_elastic.train.state import RunFolder
 
 NANO = Path(__file__).parent.parent / "recipes" / "nano-v3.yaml"
 GIB = 2**30
@@ -211,10 +224,98 @@ def test_a_config_alone_is_planned_and_what_was_not_checked_is_said(
 
 
 def test_a_device_that_is_elsewhere_is_noted(content: dict[str, Any], tmp_path: Path) -> None:
-    content |= {"device": "cuda:7", "batch_size": 6}
-    planned = dry_run(written(content, tmp_path), world_size=4)
+    content["device"] = "cuda:7"
+    planned = dry_run(written(content, tmp_path))
     assert any(warning.startswith("not checked: device 'cuda:7'") for warning in planned.warnings)
-    assert any("batch_size 6 is no multiple of 4 devices" in warning for warning in planned.warnings)
+
+
+# What ``train`` refuses before its first step, by the same words
+
+
+def forbidden(*_: Any, **__: Any) -> None:
+    raise AssertionError("weights were loaded")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["freeze=['*.gate.wait']"], "freeze: no parameter matches '*.gate.wait'"),
+        (["freeze=['*']"], "nothing is left to train"),
+        (["device=tpu"], "tpu"),
+        (["track=[wandb]"], "pip install wandb"),
+        (["teacher_cache=nowhere", "router.max_extension=0"], "holds no cache.json"),
+        (["data.sources.0.field=story", "data.sources.0.format=jsonl"], "not valid JSON"),
+        (["data.sources.0.path=PLACE/holes.jsonl"], "holds int; it must be text"),
+        (["data.sources.0.path=PLACE/other.jsonl"], "neither 'messages' nor 'text'"),
+        (["budgets.half.params=0.01"], "no candidates come within 5%"),
+        (["budgets=null", "submodels={small: null}"], "submodels"),
+        (["preset=nemotron-3-nano-30b-a3b", "budgets=null"], "does not have the shapes of preset"),
+        (["parent=PLACE/empty"], "config.json"),
+    ],
+)
+def test_what_train_refuses_is_refused_in_the_same_words(
+    content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], said: str
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", forbidden)
+    monkeypatch.setitem(metrics.TRACKERS, "wandb", ("no_such_package", "pip install wandb"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "holes.jsonl").write_text('{"text": 3}\n')
+    (tmp_path / "other.jsonl").write_text('{"story": "x"}\n')
+    recipe, changes = written(content, tmp_path), [change.replace("PLACE", str(tmp_path)) for change in changes]
+    told = []
+    for function in (dry_run, functools.partial(train_family, progress=False)):
+        with pytest.raises(ElasticError) as caught:
+            function(recipe, changes)
+        told.append((type(caught.value), str(caught.value)))
+    assert told[0] == told[1] and said in told[0][1] and "\n" not in told[0][1]
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.run").exists()
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "world", "said"),
+    [
+        (["batch_size=6"], 4, "batch_size 6 cannot be shared equally by 4 processes: give a multiple, such as 4"),
+        (["shard=hybrid", "shard_group=3"], 4, "hybrid puts 3 processes in a group, which do not divide 4 processes"),
+        (["shard=hybrid", "shard_group=8"], 4, "hybrid puts 8 processes in a group"),
+    ],
+)
+def test_what_that_many_processes_cannot_do_is_refused(
+    content: dict[str, Any], parent: Path, tmp_path: Path, changes: list[str], world: int, said: str, has_weights: bool
+) -> None:
+    if not has_weights:
+        (tmp_path / "bare").mkdir()
+        shutil.copyfile(parent / "config.json", tmp_path / "bare" / "config.json")
+        content["parent"] = str(tmp_path / "bare")
+    recipe = written(content, tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        dry_run(recipe, changes, world_size=world)
+    assert said in str(caught.value)
+    if has_weights:
+        with pytest.raises(RecipeError) as trained:
+            check_run(RunFolder(load_recipe(recipe, changes), Ranks(0, world, 0, world)), resume=False)
+        assert str(trained.value) == str(caught.value)
+    fits = [change.replace("=6", "=8").replace("group=3", "group=2").replace("group=8", "group=4") for change in changes]
+    dry_run(recipe, fits, world_size=world)
+
+
+def test_one_device_for_several_processes_is_refused(content: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="device cuda:7 is one device, but 4 processes train"):
+        dry_run(written(content, tmp_path), ["device=cuda:7"], world_size=4)
+
+
+def test_a_group_of_hybrid_is_a_machine_of_at_most_eight() -> None:
+    shared = {world: planned_ranks(world).local_size for world in (1, 6, 8, 12, 32, 7, 11)}
+    assert shared == {1: 1, 6: 6, 8: 8, 12: 6, 32: 8, 7: 7, 11: 1}
+
+
+def test_an_unfinished_run_needs_resume_and_resume_needs_one(content: dict[str, Any], tmp_path: Path) -> None:
+    recipe = written(content, tmp_path)
+    with pytest.raises(RecipeError, match="nothing to resume"):
+        dry_run(recipe, resume=True)
+    (tmp_path / "out.run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    with pytest.raises(TargetError, match="holds an unfinished run"):
+        dry_run(recipe)
 
 
 def test_a_budget_that_does_not_see_experts_is_warned_about(content: dict[str, Any], tmp_path: Path) -> None:

@@ -23,22 +23,29 @@ class DeviceError(ElasticError, ValueError):
     """A device or dtype that does not exist here."""
 
 
+class MissingDevice(DeviceError):
+    """A device that other machines have."""
+
+
 def choose_device(name: str) -> torch.device:
     """The device of a name; ``auto`` is the first GPU, or else the CPU.
 
     Raises:
-        DeviceError: no such device on this machine.
+        MissingDevice: no such device on this machine.
+        DeviceError: no such device on any.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] == "meta":
         raise DeviceError("device 'meta' holds no numbers: say cpu or cuda")
+    kind: type[DeviceError] = DeviceError
     try:
         device = torch.device(name)
+        kind = MissingDevice
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         reason = str(error).splitlines()[0]
-        raise DeviceError(f"device {name!r} cannot be used here: {reason}") from None
+        raise kind(f"device {name!r} cannot be used here: {reason}") from None
     return device
 
 

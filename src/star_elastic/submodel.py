@@ -367,6 +367,19 @@ def _read_table(folder: Path, config: dict[str, Any], per_layer: bool) -> Layout
     return layout_in_folder(folder, layout)
 
 
+def preset_of(name: str, layout: Layout, model: Path | str) -> Preset:
+    """A published model of which a model has the shapes.
+
+    Raises:
+        UnknownNameError: no such preset.
+        CheckpointError: the model has other shapes.
+    """
+    preset = get_preset(name)
+    if preset.layout.fingerprint != layout.fingerprint:
+        raise CheckpointError(f"{model} does not have the shapes of preset {name!r}")
+    return preset
+
+
 def open_elastic(
     folder: Path | str,
     *,
@@ -395,10 +408,7 @@ def open_elastic(
     config = read_config(folder)
     layout = table or _read_table(Path(folder), config, per_layer)
     if preset is not None:
-        chosen = get_preset(preset)
-        if chosen.layout.fingerprint != layout.fingerprint:
-            raise CheckpointError(f"{folder} does not have the shapes of preset {preset!r}")
-        elastic = ElasticConfig.of_preset(chosen)
+        elastic = ElasticConfig.of_preset(preset_of(preset, layout, folder))
     elif (Path(folder) / FILE_NAME).exists():
         elastic = ElasticConfig.load(folder)
     else:

@@ -1,8 +1,8 @@
 """``train --dry-run``: what a recipe would do, and whether it can, without a weight.
 
-With a parent whose weights are there, everything is checked that ``train`` checks before it loads them. A parent of which only
-config.json is there, or a published one named ``preset:NAME``, is planned: recipe, widths, budgets, lengths and memory, and
-the report says what was not looked at. So a run on many GPUs can be planned on a laptop.
+With a parent whose weights are there, everything is checked that ``train`` checks before its first step, for as many processes
+(``check.check_run``). A parent of which only config.json is there, or a published one named ``preset:NAME``, is planned: recipe,
+widths, budgets, lengths and memory, and the report says what was not looked at. So a run on many GPUs can be planned on a laptop.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from star_elastic.candidates import reachable
 from star_elastic.combinations import Combinations
 from star_elastic.families.base import Config, itemsize
 from star_elastic.layout import Layout
-from star_elastic.loading import DeviceError, choose_device
+from star_elastic.loading import MissingDevice, choose_device
 from star_elastic.presets import get_preset
 from star_elastic.submodel import ElasticConfig, open_elastic
 from star_elastic.train.anneal import Anneal
+from star_elastic.train.check import check_run
 from star_elastic.train.memory import Setting, StageMemory, rows_per_pass, stage_memory
-from star_elastic.train.prepare import check_lengths, frozen_parameters, prepare, stage_probabilities
+from star_elastic.train.prepare import outline_of, own_device
+from star_elastic.train.ranks import Ranks
 from star_elastic.train.recipe import Recipe, load_recipe
 from star_elastic.train.stages import Stage
 from star_elastic.train.state import RunFolder
-from star_elastic.train.targets import Targets, resolve_targets
-from star_elastic.train.teacher_cache import cache_bytes, check_cache
+from star_elastic.train.targets import Targets
+from star_elastic.train.teacher_cache import cache_bytes
 from star_elastic.units import format_bytes
 
 PRESET_PREFIX = "preset:"
@@ -159,7 +161,7 @@ def dry_run(
     Args:
         recipe: The recipe's file.
         overrides: ``key=value`` changes to it.
-        world_size: Devices.
+        world_size: Devices, and processes: one for each.
         device_memory: Bytes of one device; stages that need more are warned about.
         resume: Whether the run would go on from its last checkpoint.
 
@@ -171,14 +173,17 @@ def dry_run(
         7948
     """
     read = load_recipe(recipe, overrides)
+    ranks = planned_ranks(world_size)
     parent = open_parent(read)
-    missing = _check_all(read, resume) if parent.has_weights else _unchecked(parent)
-    known = parent.elastic if read.preset is None else ElasticConfig.of_preset(get_preset(read.preset))
-    targets = resolve_targets(read, parent.layout, parent.elastic, known)
-    check_lengths(read.schedule, parent.config.get("max_position_embeddings"))
+    outline = outline_of(read, parent.config, parent.layout, parent.elastic, ranks)
+    missing = _check_all(read, ranks, resume) if parent.has_weights else _unchecked(parent)
+    targets = outline.targets
     gpu = on_gpu(read, parent, world_size)
-    setting = hold(read, parent, world_size, gpu)
-    stages = tuple(_plan_stage(read, parent.layout, stage, targets, setting) for stage in read.schedule)
+    setting = hold(read, parent, ranks, gpu, outline.frozen)
+    stages = tuple(
+        _plan_stage(parent.layout, stage, shares, setting)
+        for stage, shares in zip(read.schedule, outline.probabilities, strict=True)
+    )
     return DryRun(
         parent=parent.name,
         world_size=world_size,
@@ -210,18 +215,21 @@ def open_parent(recipe: Recipe) -> Parent:
     return Parent(name, config, layout, elastic, has_weights=any(recipe.parent.glob("*.safetensors")))
 
 
-def _check_all(recipe: Recipe, resume: bool) -> tuple[str, ...]:
+def planned_ranks(world_size: int) -> Ranks:
+    """The first of so many processes, on machines of up to eight that are all alike."""
+    local = max(size for size in range(1, MACHINE + 1) if world_size % size == 0)
+    return Ranks(0, world_size, 0, local)
+
+
+def _check_all(recipe: Recipe, ranks: Ranks, resume: bool) -> tuple[str, ...]:
     """Check whatever ``train`` checks; a device that is only elsewhere is no mistake here."""
     notes = []
     try:
-        choose_device(recipe.device)
-    except DeviceError as error:
+        own_device(recipe.device, ranks)
+    except MissingDevice as error:
         notes.append(f"not checked: {error}")
         recipe = recipe.model_copy(update={"device": "cpu"})
-    RunFolder(recipe).check(resume)
-    plan = prepare(recipe)
-    if recipe.teacher_cache is not None:
-        check_cache(recipe.teacher_cache, plan)
+    check_run(RunFolder(recipe, ranks), resume)
     return tuple(notes)
 
 
@@ -237,33 +245,33 @@ def on_gpu(recipe: Recipe, parent: Parent, world_size: int) -> bool:
     return world_size > 1 or not parent.has_weights or choose_device("auto").type != "cpu"
 
 
-def hold(recipe: Recipe, parent: Parent, world_size: int, gpu: bool) -> Setting:
+def hold(recipe: Recipe, parent: Parent, ranks: Ranks, gpu: bool, frozen: frozenset[str]) -> Setting:
     """How a run holds its numbers; ``precision: auto`` is bf16 on a GPU and fp32 on a CPU, where bf16 is rarely faster."""
     teacher: Literal["fp32", "bf16"] | None
     low = recipe.master_weights == "bf16" or recipe.precision == "bf16" or (recipe.precision == "auto" and gpu)
     teacher = None if recipe.teacher_cache is not None else "bf16" if low and itemsize(parent.config) == 2 else "fp32"
     return Setting(
-        world_size=world_size,
-        shares=shares_of(recipe, world_size),
+        world_size=ranks.size,
+        shares=shares_of(recipe, ranks),
         master=2 if recipe.master_weights == "bf16" else 4,
         compute=2 if low else 4,
         teacher=teacher,
         fused=gpu,
         checkpointing=recipe.activation_checkpointing,
         average=recipe.ema is not None,
-        frozen=frozen_parameters(parent.layout, recipe.freeze),
+        frozen=frozen,
         kl_chunk_tokens=recipe.kl_chunk_tokens,
     )
 
 
-def shares_of(recipe: Recipe, world_size: int) -> int:
-    """Devices that share one copy of the models; a group of ``hybrid`` is taken to be a machine of eight unless it is given."""
+def shares_of(recipe: Recipe, ranks: Ranks) -> int:
+    """Devices that share one copy of the models; a group of ``hybrid`` is a machine unless it is given."""
     if recipe.shard == "off":
         return 1
-    return world_size if recipe.shard == "full" else min(world_size, recipe.shard_group or MACHINE)
+    return ranks.size if recipe.shard == "full" else recipe.shard_group or ranks.local_size
 
 
-def _plan_stage(recipe: Recipe, layout: Layout, stage: Stage, targets: Targets, setting: Setting) -> StagePlan:
+def _plan_stage(layout: Layout, stage: Stage, probabilities: Mapping[str, float], setting: Setting) -> StagePlan:
     return StagePlan(
         phase=stage.phase,
         steps=stage.steps,
@@ -272,7 +280,7 @@ def _plan_stage(recipe: Recipe, layout: Layout, stage: Stage, targets: Targets, 
         batch_size=stage.batch_size,
         rows_per_pass=rows_per_pass(stage, setting.world_size),
         checkpointing=setting.checkpoints(stage),
-        probabilities=stage_probabilities(recipe, stage, targets.names),
+        probabilities=probabilities,
         memory=stage_memory(layout, stage, setting),
     )
 
@@ -328,8 +336,6 @@ def _warnings(
     found = []
     for number, stage in enumerate(stages):
         where = f"stage {number + 1} ({stage.phase})"
-        if stage.batch_size % world_size:
-            found.append(f"{where}: batch_size {stage.batch_size} is no multiple of {world_size} devices")
         if device_memory is not None and stage.memory.total > device_memory:
             needed, there = format_bytes(stage.memory.total), format_bytes(device_memory)
             advice = _advice(recipe, stage, world_size)

@@ -33,14 +33,15 @@ from star_elastic.train import models
 from star_elastic.train import state as saved
 from star_elastic.train.balance import ExpertBalance
 from star_elastic.train.batches import stage_loader
+from star_elastic.train.check import check_run
 from star_elastic.train.curriculum import BudgetSampler
 from star_elastic.train.data import Batch
 from star_elastic.train.gradients import View, distil
 from star_elastic.train.interrupt import StopRequest
 from star_elastic.train.live import LiveTable
-from star_elastic.train.metrics import Metrics, check_trackers
+from star_elastic.train.metrics import Metrics
 from star_elastic.train.output import write_family
-from star_elastic.train.prepare import Plan, prepare
+from star_elastic.train.prepare import Plan
 from star_elastic.train.ranks import joined
 from star_elastic.train.recipe import Recipe, load_recipe, override
 from star_elastic.train.report import Losses, TrainReport
@@ -51,7 +52,7 @@ from star_elastic.train.stages import Position, Stage
 from star_elastic.train.state import RunFolder
 from star_elastic.train.summary import memory_bytes, summarise, with_choices
 from star_elastic.train.teacher import Teacher, Teaches
-from star_elastic.train.teacher_cache import CachedTeacher, check_cache
+from star_elastic.train.teacher_cache import CachedTeacher
 
 
 class TrainingStopped(ElasticError, RuntimeError):
@@ -103,11 +104,7 @@ def _run(run: RunFolder, resume: bool, shown: bool) -> TrainReport:
     """Check everything, train, and write the result."""
     recipe, ranks = run.recipe, run.ranks
     with ranks.agreed():
-        run.check(resume)
-        check_trackers(recipe.track, recipe.output)
-        plan = prepare(recipe, ranks)
-        if recipe.teacher_cache is not None:
-            check_cache(recipe.teacher_cache, plan)
+        plan = check_run(run, resume)
     if shown:  # the report has them again, but a long run is worth a warning before it
         for note in plan.notes:
             print(f"note: {note}", flush=True)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from star_elastic.checkpoint import Checkpoint
-from star_elastic.errors import RecipeError, UnknownNameError, nearest
+from star_elastic.errors import RecipeError, nearest
+from star_elastic.families.base import Config
 from star_elastic.layout import Layout
 from star_elastic.loading import choose_device
 from star_elastic.rewrite import locate
-from star_elastic.submodel import ElasticConfig, open_elastic
+from star_elastic.submodel import ElasticConfig, open_elastic, preset_of
 from star_elastic.train.balance import bias_rows
 from star_elastic.train.data import open_documents
 from star_elastic.train.documents import Documents, load_tokenizer
@@ -90,17 +90,8 @@ def prepare(recipe: Recipe, ranks: Ranks = ALONE) -> Plan:
     """
     device = own_device(recipe.device, ranks)
     config, layout, elastic = open_elastic(recipe.parent)
-    known = open_elastic(recipe.parent, preset=recipe.preset)[2] if recipe.preset else elastic
-    targets = resolve_targets(recipe, layout, elastic, known)
-    stages = recipe.schedule
-    check_shares(stages, ranks)
-    check_group(ranks, recipe.shard, recipe.shard_group)
-    if recipe.balance_experts is not None:
-        bias_rows(layout)
-    probabilities = tuple(stage_probabilities(recipe, stage, targets.names) for stage in stages)
-    frozen = frozen_parameters(layout, recipe.freeze)
+    outline = outline_of(recipe, config, layout, elastic, ranks)
     locate(layout, Checkpoint.open(recipe.parent))
-    check_lengths(stages, config.get("max_position_embeddings"))
     tokenizer = load_tokenizer(recipe.parent)
     if len(tokenizer) > config["vocab_size"]:
         raise RecipeError(
@@ -109,18 +100,57 @@ def prepare(recipe: Recipe, ranks: Ranks = ALONE) -> Plan:
     return Plan(
         recipe=recipe,
         layout=layout,
-        elastic=elastic.model_copy(update={"submodels": targets.submodels}),
-        targets=targets,
-        stages=stages,
-        probabilities=probabilities,
-        frozen=frozen,
+        elastic=elastic.model_copy(update={"submodels": outline.targets.submodels}),
+        targets=outline.targets,
+        stages=recipe.schedule,
+        probabilities=outline.probabilities,
+        frozen=outline.frozen,
         tokenizer=tokenizer,
         documents=open_documents(recipe.data, tokenizer),
         device=device,
         autocast=_autocast(recipe, device),
-        notes=targets.notes,
+        notes=outline.targets.notes,
         ranks=ranks,
     )
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What follows from a recipe and the parent's architecture alone.
+
+    Attributes:
+        targets: The nested models to train.
+        probabilities: By nested model, of each stage; they sum to 1.
+        frozen: Names of parameters that are not trained.
+    """
+
+    targets: Targets
+    probabilities: tuple[dict[str, float], ...]
+    frozen: frozenset[str]
+
+
+def outline_of(recipe: Recipe, config: Config, layout: Layout, elastic: ElasticConfig, ranks: Ranks) -> Outline:
+    """Check a recipe against the parent's architecture and the number of processes, which needs no more than config.json.
+
+    Raises:
+        WidthError, UnknownNameError: a submodel that the parent cannot be cut to, or an unknown name.
+        CheckpointError: a preset of other shapes.
+        BudgetError: a budget that no candidates meet.
+        RecipeError: rows longer than the model allows; nothing left to train; rows that the processes cannot share equally.
+        ReservedNameError: a submodel ``full`` that is not the whole model.
+    """
+    known = elastic
+    if recipe.preset is not None:
+        known = ElasticConfig.of_preset(preset_of(recipe.preset, layout, recipe.parent))
+    targets, stages = resolve_targets(recipe, layout, elastic, known), recipe.schedule
+    check_shares(stages, ranks)
+    check_group(ranks, recipe.shard, recipe.shard_group)
+    if recipe.balance_experts is not None:
+        bias_rows(layout)
+    probabilities = tuple(stage_probabilities(recipe, number, targets.names) for number in range(len(stages)))
+    frozen = frozen_parameters(layout, recipe.freeze)
+    check_lengths(stages, config.get("max_position_embeddings"))
+    return Outline(targets, probabilities, frozen)
 
 
 def own_device(name: str, ranks: Ranks) -> torch.device:
@@ -152,27 +182,22 @@ def check_shares(stages: tuple[Stage, ...], ranks: Ranks) -> None:
             )
 
 
-def stage_probabilities(recipe: Recipe, stage: Stage, names: tuple[str, ...]) -> dict[str, float]:
+def stage_probabilities(recipe: Recipe, number: int, names: tuple[str, ...]) -> dict[str, float]:
     """Chance of each nested model at a step of a stage, summing to 1.
 
     Raises:
-        UnknownNameError: a probability for a nested model that is not trained.
-        RecipeError: one that is missing, or more nested models per step than can be drawn.
+        RecipeError: probabilities of other nested models than those that are trained, or more nested models per step than can be
+            drawn. Where the recipe names them itself, it has been checked as it was read.
     """
-    given: Mapping[str, float | None]
+    stage = recipe.schedule[number]
+    if (wrong := stage.misfit(names)) is not None:
+        where = "the run" if recipe.stages is None else f"stages.{number}"
+        raise RecipeError(f"{where}: {wrong[0]}")
     if stage.probabilities is not None:
-        given = stage.probabilities
-        for name in given:
-            if name not in names:
-                raise UnknownNameError(f"probabilities name {name!r}: {nearest(name, names)}")
-        if missing := [name for name in names if name not in given]:
-            raise RecipeError(f"probabilities lack {', '.join(missing)}; 0 leaves one out")
-        shares = {name: given[name] or 0.0 for name in names}
+        shares = {name: stage.probabilities[name] for name in names}
     else:
         given = {name: entry.probability for name, entry in (recipe.budgets or recipe.submodels or {}).items()}
         shares = {name: given.get(name) or 1.0 for name in names}
-    if stage.budgets_per_step > (drawn := sum(share > 0 for share in shares.values())):
-        raise RecipeError(f"budgets_per_step {stage.budgets_per_step} is above the {drawn} that can be drawn")
     return {name: share / sum(shares.values()) for name, share in shares.items()}
 
 

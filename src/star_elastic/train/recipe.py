@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from star_elastic.errors import nearest
 from star_elastic.train.recipe_options import BalanceRecipe, Tracker
 from star_elastic.train.recipe_search import BudgetRecipe, RouterRecipe, StageRecipe
 from star_elastic.train.recipe_types import (
@@ -271,8 +270,8 @@ class Recipe(Section):
                 raise mistake(f"{where}: min_lr {stage.min_lr:g} must not be above lr {stage.lr:g}", *at)
             if stage.accumulate > stage.batch_size:
                 raise mistake(f"{where}: accumulate {stage.accumulate} is above batch_size {stage.batch_size}", *at)
-            if names:
-                _check_names(stage, names, where, at)
+            if names and (wrong := stage.misfit(names)) is not None:
+                raise mistake(f"{where}: {wrong[0]}", *at, *wrong[1])
         return self
 
     @property
@@ -296,22 +295,6 @@ def _check_order(recipe: Recipe) -> None:
     for number in range(1, len(phases)):
         if (phases[number - 1], phases[number]) == ("settle", "search"):
             raise mistake(f"stages.{number} is a search stage after a settle stage: search first", "stages", number)
-
-
-def _check_names(stage: Stage, names: Sequence[str], where: str, at: tuple[str | int, ...]) -> None:
-    """Probabilities are for known nested models and for all of them; a step cannot train more than there are."""
-    given = stage.probabilities
-    if given is not None:
-        for name in given:
-            if name not in names:
-                raise mistake(
-                    f"{where}: probabilities name {name!r}: {nearest(name, names)}", *at, "probabilities", name
-                )
-        if missing := [name for name in names if name not in given]:
-            raise mistake(f"{where}: probabilities lack {', '.join(missing)}; 0 leaves one out", *at, "probabilities")
-    drawn = sum(share > 0 for share in given.values()) if given is not None else len(names)
-    if stage.budgets_per_step > drawn:
-        raise mistake(f"{where}: budgets_per_step {stage.budgets_per_step} is above the {drawn} that can be drawn", *at)
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:

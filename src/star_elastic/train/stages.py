@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from star_elastic.errors import nearest
 
 if TYPE_CHECKING:
     from star_elastic.train.recipe import Recipe
@@ -36,6 +38,23 @@ class Stage:
     def tokens_per_step(self) -> int:
         """Tokens of a step, padding included."""
         return self.batch_size * self.sequence_length
+
+    def misfit(self, names: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
+        """Why a stage cannot train nested models of these names, and which of its keys is wrong; None where it can.
+
+        Probabilities are for known nested models and for all of them; a step cannot train more than can be drawn.
+        """
+        given = self.probabilities
+        if given is not None:
+            for name in given:
+                if name not in names:
+                    return f"probabilities name {name!r}: {nearest(name, names)}", ("probabilities", name)
+            if missing := [name for name in names if name not in given]:
+                return f"probabilities lack {', '.join(missing)}; 0 leaves one out", ("probabilities",)
+        drawn = len(names) if given is None else sum(share > 0 for share in given.values())
+        if self.budgets_per_step > drawn:
+            return f"budgets_per_step {self.budgets_per_step} is above the {drawn} that can be drawn", ()
+        return None
 
     def reads_like(self, other: Stage) -> bool:
         """Whether batches of both have the same shape, so that one loader serves both."""
