@@ -98,6 +98,22 @@ def test_ways_to_share_give_the_same_numbers(recipe, parent, tmp_path, options):
     assert_same_result(tmp_path / "out", tmp_path / "alone")
 
 
+@pytest.mark.slow
+def test_two_copies_of_two_shares_give_the_numbers_of_one_process(recipe, alone, tmp_path):
+    """Hybrid sharding, 2 x 2: gradients are shared out within a copy after each part, and between copies with the last."""
+    ended = run(tmp_path / "log", 4, command, recipe, "shard=hybrid", "shard_group=2")
+    assert_same_result(tmp_path / "out", alone)
+    assert not any(process.out or process.err for process in ended[1:])
+
+
+@pytest.mark.slow
+def test_two_copies_of_two_shares_in_parts(recipe, tmp_path):
+    options = ("batch_size=8", "ema=0.5")
+    train_family(recipe, [*LENIENT, *options, f"output={tmp_path / 'alone'}"], progress=False)
+    run(tmp_path / "log", 4, command, recipe, *options, "accumulate=2", "shard=hybrid", "shard_group=2")
+    assert_same_result(tmp_path / "out", tmp_path / "alone")
+
+
 # Stopping and going on
 
 

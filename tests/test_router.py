@@ -154,6 +154,32 @@ def test_straight_through_choices_are_exact_and_pass_the_soft_gradient(layout):
         torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize("hard", [True, False])
+def test_the_gradient_of_a_choice_is_that_of_its_soft_probabilities_by_hand(layout, hard):
+    """With p = softmax((s x + noise) / tau) and upstream gradient g: d/dx = s / tau (p g - p <p, g>), whatever was chosen.
+
+    g comes from the masks: the loss is a weighted sum over members, so that of a candidate is the weight that it keeps.
+    """
+    router, tau, scale = make(layout, {"hidden": (0.75, 0.5)}), 0.7, 3.0
+    weights = torch.randn(64, generator=torch.Generator().manual_seed(5))
+    noise = -torch.empty(1, 3).exponential_(generator=torch.Generator().manual_seed(1)).log()
+    first, second = (parameter.detach().clone() for parameter in router.axes["hidden"].parameters())
+    mid = torch.tensor([0.0, 1.0, 0.0])
+    inner = torch.nn.functional.leaky_relu(first @ mid, 0.1)
+    soft = ((scale * (second @ inner) + noise[0]) / tau).softmax(0)
+    upstream = torch.stack([weights[:width].sum() for width in (64, 48, 32)])
+    logits = scale / tau * (soft * upstream - soft * (soft @ upstream))
+
+    sampled = router.sample("mid", tau=tau, scale=scale, generator=torch.Generator().manual_seed(1), hard=hard)
+    masks = router.masks(sampled)
+    (masks["hidden"] * weights).sum().backward()
+    torch.testing.assert_close(router.axes["hidden"].second.grad, torch.outer(logits, inner))
+    slope = torch.where(first @ mid > 0, 1.0, 0.1)
+    torch.testing.assert_close(router.axes["hidden"].first.grad, torch.outer((second.T @ logits) * slope, mid))
+    kept = (64, 48, 32)[int(soft.argmax())]
+    assert masks["hidden"].tolist() == [1.0] * kept + [0.0] * (64 - kept) or not hard
+
+
 def test_masks_of_even_odds_by_hand(layout):
     """Fault 5: heads go inside each of two groups. Fault 6: depth goes by the order of layers."""
     router = make(layout)

@@ -292,3 +292,13 @@ def test_several_processes_are_refused_before_anything_is_read(tmp_path, capsys,
     monkeypatch.setenv("RANK", "0")
     assert main(words) == 2
     assert "no-such.yaml" in capsys.readouterr().err
+
+
+def test_a_cache_of_another_vocabulary_is_refused(recipe, answers, tmp_path, monkeypatch):
+    """Same text and tokenizer, so even the rows are the same, but the parent has tokens that the cached one lacked."""
+    wider = tiny_folder(tmp_path / "wider", pattern="ME*", vocab_size=V + 12)
+    write_tokenizer(wider)
+    monkeypatch.setattr(models, "load_model", None)
+    with pytest.raises(RecipeError, match="answers belongs to another parent: run cache-teacher again"):
+        train_family(recipe.model_copy(update={"parent": wider, "teacher_cache": answers}), progress=False)
+    assert not list(tmp_path.glob("out*"))
