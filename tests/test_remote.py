@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hub_server import COMMIT, Faults, HubServer, use
@@ -21,10 +22,11 @@ from quantized import quantized_folder
 from tiny import tiny_folder
 
 from star_elastic import rewrite
-from star_elastic.checkpoint import onepass
+from star_elastic.checkpoint import Checkpoint, cut, onepass, reader
 from star_elastic.checkpoint.ranges import length, merged
 from star_elastic.cli import main
 from star_elastic.errors import CheckpointError, ChecksumError, RemoteError
+from star_elastic.quant import folder as quantized_folders
 from star_elastic.remote import mirror
 from star_elastic.remote.hub import Patience
 from star_elastic.slice import Size, slice_checkpoint, slice_sizes
@@ -273,6 +275,29 @@ def test_a_content_network_that_refuses_everything(
     hub.faults.wait = refuse
     assert "the hub answered 403 when asked for org/tiny" in refused([hub.name, str(tmp_path / "out"), "--to", "cut"], capsys)
     assert len(hub.redirected) <= len(list(hub.folder.glob("*.safetensors"))) + 4  # one for each connection
+
+
+def test_a_plan_reads_headers_once_and_computes_each_range_once(
+    hub: HubServer, tmp_path: Path, local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the published models these are tens of thousands, for each size."""
+    counts: Counter[str] = Counter()
+
+    def counted(module: ModuleType, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*args: object, **options: object) -> object:
+            counts[name] += 1
+            return original(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    tensors = sum(len(Checkpoint.open(local(hub, submodel)).tensors) for submodel in (CUT, SMALL))
+    for module, name in ((reader, "read_header"), (quantized_folders, "quantized_parts"), (cut, "rows_read")):
+        counted(module, name)
+    assert main(["slice", hub.name, str(tmp_path / "out"), "--to", "cut", "--to", "small", "--dry-run"]) == 0
+    shards = len(list(hub.folder.glob("*.safetensors")))
+    assert counts == {"read_header": shards, "quantized_parts": 1, "rows_read": tensors}
 
 
 # --- on the command line ------------------------------------------------------------------------------------------
@@ -529,7 +554,8 @@ SLOW = """
 import sys
 from star_elastic import cli
 from star_elastic import rewrite
-from star_elastic.checkpoint import onepass
+from star_elastic.checkpoint import Checkpoint, cut, onepass, reader
+from star_elastic.quant import folder as quantized_folders
 from star_elastic.remote import mirror
 from star_elastic.remote.hub import Patience
 mirror.HEADER_GUESS = 16

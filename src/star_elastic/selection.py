@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from star_elastic import cost
 from star_elastic.engines import engine_commands, engine_lines
@@ -124,8 +125,8 @@ def parse_budget(
         return Budget("params", parse_count(params))
     if active_params is not None:
         return Budget("active_params", parse_count(active_params))
-    sizes = {name: size for name, size in {"context": context, "batch": batch}.items() if size is not None}
-    return Budget("memory", parse_size(str(memory)), **sizes)
+    sizes: dict[str, Any] = {"context": context, "batch": batch}
+    return Budget("memory", parse_size(str(memory)), **{name: n for name, n in sizes.items() if n is not None})
 
 
 def check_goes_with(option: str, given: bool, others: Mapping[str, object]) -> None:

@@ -47,7 +47,7 @@ def store_once(
 
 def stored_twice(tensors: Mapping[str, TensorInfo], layout: Layout) -> dict[str, str]:
     """Tied tensors that are stored although the one they are tied to is: name -> name of that one."""
-    copies = {}
+    copies: dict[str, str] = {}
     for unit, row in layout.tensors():
         home = layout.find(row.alias) if row.alias is not None else None
         if home is None or unit.name(row) not in tensors:
