@@ -39,9 +39,9 @@ from star_elastic.evaluate import exact_match, held_out_loss
 from star_elastic.slice import slice_checkpoint
 from star_elastic.sort import sort_folder
 from star_elastic.submodel import Submodel
-from star_elastic.train.loop import TrainingStopped
 from star_elastic.train.recipe import Recipe, load_recipe
 from star_elastic.train.report import Choice
+from star_elastic.train.trainer import TrainingStopped
 
 
 @pytest.fixture(scope="module")

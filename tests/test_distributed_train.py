@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from search_runs import LENIENT, search_content, search_parent, write_recipe
 
 from star_elastic.cli import main
-from star_elastic.train import loop, train_family
+from star_elastic.train import train_family, trainer
 
 STILL = ("tokens_per_second", "memory_bytes")  # what differs between equal runs
 
@@ -119,14 +119,14 @@ def test_two_copies_of_two_shares_in_parts(recipe, tmp_path):
 
 def stopping(recipe: Path, step: int, by: int, *words: str) -> int:
     """The verb, in which one process gets a SIGTERM during a step."""
-    take = loop.Trainer._step
+    take = trainer.Trainer._step
 
-    def hooked(trainer, batch):
-        take(trainer, batch)
-        if trainer.step == step and trainer.ranks.rank == by:
+    def hooked(self, batch):
+        take(self, batch)
+        if self.step == step and self.ranks.rank == by:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    loop.Trainer._step = hooked
+    trainer.Trainer._step = hooked
     return command(recipe, *words)
 
 
@@ -163,13 +163,13 @@ def unable(recipe: Path, name: str, by: int, *words: str) -> int:
     return command(recipe, *words)
 
 
-@pytest.mark.parametrize("name", ["state.write_files", "loop.write_family"])
+@pytest.mark.parametrize("name", ["state.write_files", "trainer.write_family"])
 def test_a_full_disk_is_told_once_and_keeps_the_last_checkpoint(recipe, tmp_path, name):
     ended = Processes(tmp_path / "log", 2, unable, recipe, name, 0).wait()
     assert [process.code for process in ended] == [2, 2]
     assert ended[0].err.splitlines()[-1].startswith("error: cannot write ") and not ended[1].err
     assert "No space left" in ended[0].err
-    if name == "loop.write_family":  # everything but the result is there: resuming writes it
+    if name == "trainer.write_family":  # everything but the result is there: resuming writes it
         run(tmp_path / "log", 2, command, recipe, "--resume")
         assert len(metrics(tmp_path / "out")) == 10
     else:

@@ -8,9 +8,9 @@ from search_runs import search_content, search_parent, write_recipe
 
 from star_elastic.train import load_recipe
 from star_elastic.train.gradients import distil, split
-from star_elastic.train.loop import Trainer
 from star_elastic.train.prepare import prepare
 from star_elastic.train.state import RunFolder
+from star_elastic.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def padded_batch():
 def search_gradients(trainer, names, parts, batch):
     trainer.search.noise.manual_seed(5)
     samples = {name: trainer.search.sample(name, 2) for name in names}
-    losses = distil(trainer.student, trainer.teacher, batch, trainer._views(names, samples), parts=parts)
+    losses = distil(trainer.student, trainer.learner.teacher, batch, trainer.learner.views(names, samples), parts=parts)
     trainer.search.backward(samples)
     return losses, gradients(trainer.student) | gradients(trainer.search.router)
 
@@ -58,8 +58,8 @@ def search_gradients(trainer, names, parts, batch):
 def test_several_budgets_share_one_answer_and_average_their_gradients(trainer, monkeypatch):
     names, batch = ["full", "mid", "small"], padded_batch()
     asked = []
-    features = trainer.teacher.model.features
-    monkeypatch.setattr(trainer.teacher.model, "features", lambda *args: (asked.append(1), features(*args))[1])
+    features = trainer.learner.teacher.model.features
+    monkeypatch.setattr(trainer.learner.teacher.model, "features", lambda *args: (asked.append(1), features(*args))[1])
     losses, together = search_gradients(trainer, names, 1, batch)
     assert len(asked) == 1
 
@@ -67,7 +67,7 @@ def test_several_budgets_share_one_answer_and_average_their_gradients(trainer, m
     apart, alone = [], {}
     for name in names:
         samples = {name: trainer.search.sample(name, 2)}
-        alone |= distil(trainer.student, trainer.teacher, batch, trainer._views([name], samples))
+        alone |= distil(trainer.student, trainer.learner.teacher, batch, trainer.learner.views([name], samples))
         trainer.search.backward(samples)
         apart.append(gradients(trainer.student) | gradients(trainer.search.router))
     mean = {name: sum(part[name] for part in apart) / 3 for name in together}
@@ -105,7 +105,7 @@ def test_the_router_learns_from_the_model_too(trainer):
         "small", tau=search.sharpness(2)[0], scale=search.sharpness(2)[1], generator=search.noise
     )
     with trainer.student.masked(search.router.masks(drawn)):
-        loss = trainer.teacher.distance(trainer.teacher.answer(batch), trainer.student, batch)
+        loss = trainer.learner.teacher.distance(trainer.learner.teacher.answer(batch), trainer.student, batch)
     kd = torch.autograd.grad(loss, list(search.router.parameters()), retain_graph=True, allow_unused=True)
     assert max(grad.abs().max() for grad in kd) > 1e-4
     budgets = sum(search.budget_loss(name, 2) for name in ("full", "mid", "small")) / 3

@@ -39,15 +39,15 @@ from star_elastic.errors import (
 )
 from star_elastic.slice import slice_checkpoint
 from star_elastic.submodel import ElasticConfig, Submodel
-from star_elastic.train import checkpoint_files, load_recipe, loop, models, teacher, train_family
+from star_elastic.train import checkpoint_files, learner, load_recipe, models, teacher, train_family, trainer
 from star_elastic.train.curriculum import BudgetSampler
 from star_elastic.train.data import open_documents, training_loader
 from star_elastic.train.documents import load_tokenizer
 from star_elastic.train.interrupt import StopRequest
-from star_elastic.train.loop import TrainingStopped
 from star_elastic.train.report import Choice, Losses, SubmodelReport, TrainReport
 from star_elastic.train.schedule import learning_rate
 from star_elastic.train.state import RunFolder, random_states, restore_random_states
+from star_elastic.train.trainer import TrainingStopped
 
 SMALL = {"hidden": 48, "expert_ffn": 16}
 
@@ -262,7 +262,7 @@ def test_submodels_are_drawn_by_the_recipes_probabilities_and_rates_follow_the_s
     train(recipe, "submodels.full.probability=1", "submodels.small.probability=3", "seed=4")
     sampler = BudgetSampler({"full": 0.25, "small": 0.75}, seed=4)
     lines = metrics(tmp_path / "out")
-    assert [line["submodel"] for line in lines] == [sampler.draw() for _ in range(10)]
+    assert [line["submodel"] for line in lines] == [name for _ in range(10) for name in sampler.draw_several(1)]
     expected = [learning_rate(s, 10, peak=1e-3, floor=1e-5, warmup=2) for s in range(10)]
     assert [line["lr"] for line in lines] == pytest.approx(expected)
 
@@ -404,7 +404,7 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_last_good_one(recipe, tmp_path, m
 
 def test_a_result_that_could_not_be_written_is_written_by_resume(recipe, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Trainer, "finish", lambda self: die())
+        patch.setattr(trainer.Trainer, "finish", lambda self: die())
         with pytest.raises(Killed):
             train(recipe)
     before = metrics(tmp_path / "out.run")
@@ -431,7 +431,7 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_checkpoint(recipe, tmp_
 
 
 def test_an_infinite_gradient_stops_too(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "clip_gradients", lambda *args: torch.tensor(float("inf")))
+    monkeypatch.setattr(learner, "clip_gradients", lambda *args: torch.tensor(float("inf")))
     with pytest.raises(
         TrainingStopped, match="gradient norm is inf at step 1.*no checkpoint yet; nothing was learned yet: look for"
     ):
@@ -471,7 +471,7 @@ def test_an_interrupt_while_a_run_is_resumed_says_that_its_checkpoint_is_kept(re
         with pytest.raises(Killed):
             train(recipe)
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Trainer, "restore", interrupted)
+        patch.setattr(trainer.Trainer, "restore", interrupted)
         with pytest.raises(TrainingStopped, match="step-00000005: continue with the same command and --resume"):
             train(recipe, resume=True)
     train(recipe, resume=True)
@@ -479,7 +479,7 @@ def test_an_interrupt_while_a_run_is_resumed_says_that_its_checkpoint_is_kept(re
 
 def test_notes_are_told_before_the_first_step(recipe, monkeypatch, capsys):
     said = []
-    monkeypatch.setattr(loop.Trainer, "train", lambda *args: said.append(capsys.readouterr().out) or die())
+    monkeypatch.setattr(trainer.Trainer, "train", lambda *args: said.append(capsys.readouterr().out) or die())
     with pytest.raises(Killed):
         train_family(recipe)
     assert "note: the parent is not sorted along expert_ffn, hidden" in said[0]

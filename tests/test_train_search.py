@@ -29,10 +29,10 @@ from star_elastic.router_freeze import BudgetMissed
 from star_elastic.slice import slice_checkpoint
 from star_elastic.submodel import ElasticConfig
 from star_elastic.train import checkpoint_files, load_recipe, models
-from star_elastic.train.loop import Trainer, TrainingStopped
 from star_elastic.train.prepare import prepare
 from star_elastic.train.search import Search
 from star_elastic.train.state import RunFolder
+from star_elastic.train.trainer import Trainer, TrainingStopped
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """Nested distillation: one run that turns a sorted parent into an elastic checkpoint.
 
-The pieces, in the order in which a run uses them: ``recipe`` and its parts (what to do), ``stages``, ``targets`` and ``prepare``
-(checks before any weight is loaded), ``rows``, ``files``, ``sources``, ``documents``, ``packing`` and ``data`` (from bytes to
-batches), ``curriculum`` and ``schedule`` (which submodel, which learning rate), ``teacher``, ``distill`` and ``gradients`` (the
-loss), ``anneal``, ``budget_loss`` and ``search`` (the router), ``models`` and ``loop`` (the run), ``state`` (checkpoints and
-exact resume), ``summary``, ``report``, ``card`` and ``output``.
+The pieces, in the order in which a run uses them: ``recipe`` and its parts (what to do), ``stages``, ``targets``, ``prepare`` and
+``check`` (checks before any weight is loaded), ``rows``, ``files``, ``sources``, ``documents``, ``packing`` and ``data`` (from
+bytes to batches), ``curriculum`` and ``schedule`` (which submodel, which learning rate), ``teacher``, ``distill`` and
+``gradients`` (the loss), ``anneal``, ``budget_loss`` and ``search`` (the router), ``models``, ``learner``, ``trainer`` and
+``loop`` (the run), ``state`` (checkpoints and exact resume), ``summary``, ``report``, ``card`` and ``output``.
 
 Example:
     >>> from star_elastic.train import train_family
