@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from star_elastic.paths import expanded
 from star_elastic.version import VERSION
 
-app = typer.Typer(
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+PATH_WORDS = frozenset({"source", "against", "data", "probe_data", "python"})
+"""Arguments of verbs that are text because they may be a path or something else."""
+
+
+class App(typer.Typer):
+    """An application whose verbs get paths with ``~`` expanded, which a shell leaves alone in quotes and after a ``=``."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Verb], Verb]:
+        """As in typer."""
+        register = super().command(name, **settings)
+
+        def decorate(verb: Verb) -> Verb:
+            register(_expanding(verb))
+            return verb
+
+        return decorate
+
+
+def _expanding(verb: Verb) -> Verb:
+    def expand(name: str, value: Any) -> Any:
+        if isinstance(value, Path):
+            return Path(expanded(str(value)))
+        return expanded(value) if name in PATH_WORDS and isinstance(value, str) else value
+
+    @functools.wraps(verb)
+    def call(**arguments: Any) -> Any:
+        return verb(**{name: expand(name, value) for name, value in arguments.items()})
+
+    return call  # type: ignore[return-value]
+
+
+app = App(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -228,7 +228,7 @@ def source_of(data: str | Path) -> SourceRecipe:
         raise DataError("the name of the data is empty: give a file, a glob, a folder or a hub name")
     on_disk = Path(text).exists() or any(sign in text for sign in "*?[") or text.startswith((".", "/", "~"))
     if on_disk or Path(text).suffix or text.count("/") > 1:
-        return SourceRecipe(path=str(Path(text).expanduser()))
+        return SourceRecipe(path=str(Path(text)))
     return SourceRecipe(hub=text)
 
 

@@ -22,6 +22,7 @@ from star_elastic.train.recipe_types import (
     Name,
     NaturalInt,
     NotNegative,
+    PathText,
     Positive,
     PositiveInt,
     RowLength,
@@ -72,7 +73,7 @@ class SourceRecipe(Section):
             or a ``line``.
     """
 
-    path: Name | None = None
+    path: PathText | None = None
     hub: Name | None = None
     subset: str | None = None
     split: str = "train"

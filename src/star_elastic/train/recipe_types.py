@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from star_elastic.paths import expanded
 from star_elastic.units import parse_count
 
 
@@ -39,6 +40,10 @@ def _filled(value: Any) -> Any:
     return value
 
 
+def _expanded(value: Any) -> Any:
+    return expanded(value) if isinstance(value, str) else value
+
+
 def _switch(value: Any) -> Any:
     if not isinstance(value, bool) and value != "auto":
         raise ValueError("should be true, false or auto")
@@ -66,7 +71,8 @@ Sharding = Annotated[Literal["full", "hybrid", "off"], BeforeValidator(_sharding
 Beta = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
 Decay = Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_off)]
 Switch = Annotated[bool | Literal["auto"], BeforeValidator(_switch)]
-Folder = Annotated[Path, BeforeValidator(_filled)]
+Folder = Annotated[Path, BeforeValidator(_expanded), BeforeValidator(_filled)]
+PathText = Annotated[str, BeforeValidator(_expanded), BeforeValidator(_filled)]
 Name = Annotated[str, BeforeValidator(_filled)]
 
 
