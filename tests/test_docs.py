@@ -90,3 +90,16 @@ def test_the_page_of_families_lists_each_with_its_axes() -> None:
     assert written == {
         family: list(layout_of(build().config.to_dict()).width_axes) for family, build in builders.items()
     }
+
+
+def test_design_names_every_module_once_and_in_its_package() -> None:
+    """A cell of names may change the package on the way (``families/``); a name outside of one lies at the top."""
+    table = (ROOT / "docs" / "design.md").read_text().partition("## Where things are")[2]
+    told = []
+    for row in re.findall(r"^\| (.+?) \| (.+) \|$", table, re.MULTILINE)[1:]:
+        package = ""
+        for word in re.findall(r"`([\w/]+)`", " ".join(row)):
+            package, name = (word, "") if word.endswith("/") else (package, word)
+            told += [f"{package}{name}"] if name else []
+    there = [path.relative_to(ROOT / "src" / "star_elastic") for path in (ROOT / "src").rglob("*.py")]
+    assert sorted(told) == sorted(str(path.with_suffix("")) for path in there if not path.name.startswith("__"))
