@@ -1,4 +1,4 @@
-"""Random models of every family, random cuts, shards and dtypes: slice, load with transformers, logits as the parent's view."""
+"""Random models of every family, random cuts, shards and dtypes: slice, load with transformers, equal to the view."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ SHARDS = st.sampled_from([10**9, 40_000, 4_000])
 
 
 def check_cut(data: st.DataObject, family: str) -> None:
-    """Draw a parent and a nested model; the exported slice computes what the view does, bit for bit."""
+    """Draw a parent and a nested model; the exported slice holds the view's numbers bit for bit, and computes what it does.
+
+    Sums may round differently: a matrix library picks its kernel by alignment and by how far rows lie apart.
+    """
     fields = data.draw(edits(family))
     dtype = getattr(torch, fields.pop("dtype"))
     with tempfile.TemporaryDirectory() as work:
@@ -47,9 +50,13 @@ def check_cut(data: st.DataObject, family: str) -> None:
         assert child.dtype == dtype and type(child) is type(model)
         assert child.num_parameters() == report.params
         elastic.add("small", submodel)
-        ids = tokens(2, 20, fields["vocab_size"])
+        view, ids = elastic.submodel("small"), tokens(2, 20, fields["vocab_size"])
+        ours, theirs = view.state_dict(), child.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
         with torch.no_grad():
-            assert torch.equal(child.eval()(ids).logits, elastic.submodel("small")(ids).logits)
+            wanted, found = (model.eval().float()(ids).logits for model in (child, view))
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -42,16 +42,21 @@ def sorted_equals_parent(parent: Path, sorted_parent: Path, ids: torch.Tensor) -
 
 @torch.inference_mode()
 def views_equal_folders(elastic: ElasticModel, slices: Mapping[str, Path], ids: torch.Tensor) -> Fact:
-    """Every submodel on views computes, bit for bit, what its exported folder computes. ids: (B, T)."""
-    equal = {
-        name: torch.equal(
-            elastic.submodel(name)(input_ids=ids).logits, load_model(folder, device=CPU)(input_ids=ids).logits
-        )
-        for name, folder in slices.items()
-    }
-    different = [name for name, same in equal.items() if not same]
-    measured = f"differ: {', '.join(different)}" if different else f"bit for bit: {', '.join(equal)}"
-    return Fact("each submodel's logits on views equal its exported folder's", not different, measured)
+    """Every submodel on views computes what its exported folder computes. ids: (B, T).
+
+    The weights are the same numbers; sums may round differently, since a matrix library may pick another kernel for rows that
+    lie apart in memory.
+    """
+    largest = 0.0
+    for name, folder in slices.items():
+        exported = load_model(folder, device=CPU)(input_ids=ids).logits
+        view = elastic.submodel(name)(input_ids=ids).logits
+        largest = max(largest, ((view - exported).abs().max() / exported.abs().max()).item())
+    return Fact(
+        "each submodel's logits on views equal its exported folder's",
+        largest <= TOLERANCE,
+        f"largest difference {largest:.1e} of the largest logit, limit {TOLERANCE:.0e}",
+    )
 
 
 def sizes_share_memory(elastic: ElasticModel, names: list[str]) -> Fact:
