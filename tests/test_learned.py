@@ -23,7 +23,6 @@ from star_elastic.ladder import Budget as Bound
 from star_elastic.learned import LearnedBudgetError, choose_learned
 from star_elastic.router import Router
 from star_elastic.router_freeze import BudgetMissed
-from star_elastic.selection import RequestError, SizeRequest, select
 from star_elastic.submodel import ElasticConfig, Submodel, open_elastic
 from star_elastic.train import train_family
 
@@ -134,15 +133,7 @@ def test_what_is_refused(trained, full_params, tmp_path, capsys):
     assert "--learned means nothing with --to" in refused(trained, tmp_path, capsys, "--to", "small")
     assert "--learned means nothing with --width" in refused(trained, tmp_path, capsys, "--width", "hidden=48")
     assert "no size is given" in refused(trained, tmp_path, capsys)
-    assert "of the hub only weights are fetched" in hub_refusal(trained)
-
-
-def hub_refusal(trained):
-
-    config, layout, elastic = open_elastic(trained)
-    with pytest.raises(RequestError) as caught:
-        select(SizeRequest.parse(params="100k", learned=True), config, layout, elastic, None)
-    return str(caught.value)
+    assert "of the hub only weights are fetched" in refused("org/name", tmp_path, capsys, "--params", "100k")
 
 
 def test_a_router_of_another_model_or_a_damaged_one_is_told(trained, tmp_path, capsys):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from star_elastic.layout import GATE
 from star_elastic.swap import Slot, swapped
 from star_elastic.switch import patch_forward
 
@@ -32,7 +33,7 @@ def in_fp32(gate: Gate, router: nn.Module, hidden_states: torch.Tensor) -> Any:
     device = hidden_states.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return gate(router, hidden_states)
-    weight = Slot.of(router, "weight")
+    weight = Slot.of(router, GATE)
     with torch.autocast(device, enabled=False), swapped([weight], [weight.get().float()]):
         return gate(router, hidden_states.float())
 

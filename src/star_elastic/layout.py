@@ -114,12 +114,16 @@ class Norm:
     fused_in: str | None = None
 
 
+GATE = "weight"  # of an expert router's module
+
+
 @dataclass(frozen=True)
 class Router:
     """Marks a unit's expert router: its module, how it selects, and the axis it selects from.
 
     ``kind`` is ``sigmoid_bias`` (select on sigmoid + bias, weigh by sigmoid), ``softmax_topk`` (softmax over all experts, gates
-    in the model's dtype; ``softmax_topk_fp32``: in fp32) or ``topk_softmax`` (softmax over the chosen ones).
+    in the model's dtype; ``softmax_topk_fp32``: in fp32) or ``topk_softmax`` (softmax over the chosen ones). In all of them
+    the gate, what the stream is multiplied by, is the module's ``GATE``.
     """
 
     module: str
@@ -285,7 +289,7 @@ class Unit:
 
     def stays_whole(self, row: Row) -> bool:
         """Whether every process of a training run holds a row in full and in its own dtype: vectors, fp32 rows, router gates."""
-        gate = self.router is not None and row.name == f"{self.router.module}.weight"
+        gate = self.router is not None and row.name == f"{self.router.module}.{GATE}"
         return gate or row.buffer or row.fp32 or len(row.dims) == 1
 
 

@@ -25,7 +25,6 @@ from star_elastic.submodel import ElasticConfig, Submodel
 
 TOLERANCE = 0.05  # where elastic.json does not say with which one the router was trained
 NEVER = 1e9  # what a width that is not between the neighbours' loses in log-probability
-OPTIONS = {"params": "--params", "active_params": "--active-params", "memory": "--memory"}
 
 
 class LearnedBudgetError(ElasticError, ValueError):
@@ -103,8 +102,9 @@ def comparable(router: Router, asked: ladder.Budget) -> list[Budget]:
     same = [budget for budget in nested if load(budget) == load(asked)]
     if not same:
         trained = " and ".join(dict.fromkeys(f"{budget.name} of {load_text(budget)}" for budget in nested))
+        option = f"--{asked.kind.replace('_', '-')}"
         raise LearnedBudgetError(
-            f"{OPTIONS[asked.kind]}: the router knows no budget of {load_text(asked)}, only {trained or 'the whole model'}"
+            f"{option}: the router knows no budget of {load_text(asked)}, only {trained or 'the whole model'}"
         )
     like = replace(same[0], target=float(same[0].cost(router.layout, {})), fraction=1.0)
     return [*same, *(replace(like, name=budget.name) for budget in router.budgets.values() if budget.is_full)]
@@ -132,7 +132,7 @@ def between(router: Router, neighbours: Sequence[Submodel]) -> list[np.ndarray]:
 def width_at(submodel: Submodel, key: Key, layout: Layout) -> int:
     """A nested model's width on an axis, or on that of one layer: none where it drops the layer."""
     if key == DEPTH:
-        return layout.num_layers if submodel.layers is None else len(submodel.layers)
+        return submodel.depth(layout)
     if isinstance(key, str):
         return submodel.widths[key]
     axis, layer = key

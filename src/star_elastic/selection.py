@@ -15,7 +15,7 @@ from star_elastic.families.base import Config, itemsize
 from star_elastic.inspect import submodel_cost, with_full
 from star_elastic.ladder import Budget, Choice, choose
 from star_elastic.layout import Layout
-from star_elastic.opened import OpenedSource, open_source
+from star_elastic.opened import OpenedSource, is_hub_name, open_source
 from star_elastic.per_layer import by_width
 from star_elastic.rewrite import NewModel
 from star_elastic.slice import (
@@ -199,12 +199,11 @@ def select(
         config: the model's config.json.
         layout: its table.
         elastic: its nested models.
-        folder: where it lies, with its router; None on the hub.
+        folder: where it lies with its router, which ``learned`` asks.
 
     Raises:
         UnknownNameError: no such submodel or axis.
         WidthError: an illegal width or set of layers, or a budget that nothing fits.
-        RequestError: a router on the hub is asked for.
         As ``learned.choose_learned`` does.
     """
     if request.name is not None:
@@ -213,6 +212,7 @@ def select(
         return _explicit(request.submodel, layout, elastic)
     assert request.budget is not None
     if request.learned:
+        assert folder is not None
         return _learned(request.budget, layout, elastic, folder)
     return _within(replace(request.budget, dtype=stored_format(config, layout)), layout, elastic)
 
@@ -250,10 +250,8 @@ def _within(budget: Budget, layout: Layout, elastic: ElasticConfig) -> Selection
     return Selection(None, choice.submodel, (*lines, *_said(choice)))
 
 
-def _learned(budget: Budget, layout: Layout, elastic: ElasticConfig, folder: Path | None) -> Selection:
+def _learned(budget: Budget, layout: Layout, elastic: ElasticConfig, folder: Path) -> Selection:
     """What the router of the folder says; it alone needs torch."""
-    if folder is None:
-        raise RequestError("--learned asks a router that lies in a folder, and of the hub only weights are fetched: download it")
     from star_elastic.learned import choose_learned
 
     found = choose_learned(folder, layout, elastic, budget)
@@ -313,15 +311,17 @@ def run_slice(
     A dry run makes every check of a real one and writes nothing.
 
     Raises:
+        RequestError: a router on the hub is asked for.
         As ``open_elastic``, ``select``, ``slice_sizes``, ``plan_files`` and ``write_files`` do.
     """
     folders = planned_folders(out, requests)
     check_folders(folders, source)
+    if is_hub_name(source) and any(request.learned for request in requests):
+        raise RequestError("--learned asks a router that lies in a folder, and of the hub only weights are fetched: download it")
     with open_source(source, None if dry_run else scratch_path(out)) as opened:
         model = read_source(opened, drop)
         config, layout, elastic = open_elastic(opened.folder, preset=preset, table=model.layout)
-        folder = opened.folder if opened.fetch is None else None
-        selections = [select(request, config, layout, elastic, folder) for request in requests]
+        selections = [select(request, config, layout, elastic, opened.folder) for request in requests]
         sizes = [Size(folder, found.submodel, found.name) for folder, found in zip(folders, selections, strict=True)]
         plan = plan_sizes(model, sizes)  # for its checks, before anything is said
         files = plan_files(gguf, plan) if gguf is not None else []

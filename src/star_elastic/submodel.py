@@ -82,6 +82,10 @@ class Submodel(BaseModel):
             keyed |= {(axis, layer): width for layer, width in own.items()}
         return keyed
 
+    def depth(self, layout: Layout) -> int:
+        """How many of the parent's layers it has."""
+        return layout.num_layers if self.layers is None else len(self.layers)
+
     def check(self, layout: Layout) -> None:
         """Raise WidthError or UnknownNameError if a model of this layout cannot be cut so."""
         layout.check(self.keyed_widths, self.layers)

@@ -12,6 +12,7 @@ import torch
 from star_elastic.elastic import ElasticModel
 from star_elastic.loading import load_model
 from star_elastic.train.report import Choice
+from star_elastic.verify.forward import largest_difference
 
 CPU = torch.device("cpu")
 BUDGET_TOLERANCE = 0.05
@@ -32,7 +33,7 @@ def sorted_equals_parent(parent: Path, sorted_parent: Path, ids: torch.Tensor) -
     """The sorted parent computes what the parent computes. ids: (B, T)."""
     before = load_model(parent, device=CPU)(input_ids=ids).logits
     after = load_model(sorted_parent, device=CPU)(input_ids=ids).logits
-    difference = ((after - before).abs().max() / before.abs().max()).item()
+    difference = largest_difference(after, before)
     return Fact(
         "the sorted parent's logits equal the parent's",
         difference <= TOLERANCE,
@@ -50,8 +51,7 @@ def views_equal_folders(elastic: ElasticModel, slices: Mapping[str, Path], ids: 
     largest = 0.0
     for name, folder in slices.items():
         exported = load_model(folder, device=CPU)(input_ids=ids).logits
-        view = elastic.submodel(name)(input_ids=ids).logits
-        largest = max(largest, ((view - exported).abs().max() / exported.abs().max()).item())
+        largest = max(largest, largest_difference(elastic.submodel(name)(input_ids=ids).logits, exported))
     return Fact(
         "each submodel's logits on views equal its exported folder's",
         largest <= TOLERANCE,

@@ -26,7 +26,7 @@ from star_elastic.submodel import ElasticConfig, open_elastic
 from star_elastic.train.anneal import Anneal
 from star_elastic.train.check import check_run
 from star_elastic.train.memory import Setting, StageMemory, rows_per_pass, stage_memory
-from star_elastic.train.prepare import outline_of, own_device
+from star_elastic.train.prepare import Outline, outline_of, own_device
 from star_elastic.train.ranks import Ranks
 from star_elastic.train.recipe import Recipe, load_recipe
 from star_elastic.train.stages import Stage
@@ -175,8 +175,7 @@ def dry_run(
     read = load_recipe(recipe, overrides)
     ranks = planned_ranks(world_size)
     parent = open_parent(read)
-    outline = outline_of(read, parent.config, parent.layout, parent.elastic, ranks)
-    missing = _check_all(read, ranks, resume) if parent.has_weights else _unchecked(parent)
+    outline, missing = _check_all(read, ranks, resume) if parent.has_weights else _check_config(read, parent, ranks)
     targets = outline.targets
     gpu = on_gpu(read, parent, world_size)
     setting = hold(read, parent, ranks, gpu, outline.frozen)
@@ -221,7 +220,7 @@ def planned_ranks(world_size: int) -> Ranks:
     return Ranks(0, world_size, 0, local)
 
 
-def _check_all(recipe: Recipe, ranks: Ranks, resume: bool) -> tuple[str, ...]:
+def _check_all(recipe: Recipe, ranks: Ranks, resume: bool) -> tuple[Outline, tuple[str, ...]]:
     """Check whatever ``train`` checks; a device that is only elsewhere is no mistake here."""
     notes = []
     try:
@@ -229,13 +228,14 @@ def _check_all(recipe: Recipe, ranks: Ranks, resume: bool) -> tuple[str, ...]:
     except MissingDevice as error:
         notes.append(f"not checked: {error}")
         recipe = recipe.model_copy(update={"device": "cpu"})
-    check_run(RunFolder(recipe, ranks), resume)
-    return tuple(notes)
+    return check_run(RunFolder(recipe, ranks), resume), tuple(notes)
 
 
-def _unchecked(parent: Parent) -> tuple[str, ...]:
+def _check_config(recipe: Recipe, parent: Parent, ranks: Ranks) -> tuple[Outline, tuple[str, ...]]:
+    """Check what a parent's configuration tells, and say what was left out."""
     what = "weights, tokenizer, data, teacher's cache, output folder and device"
-    return (f"only the configuration of {parent.name} was looked at: not checked: {what}",)
+    outline = outline_of(recipe, parent.config, parent.layout, parent.elastic, ranks)
+    return outline, (f"only the configuration of {parent.name} was looked at: not checked: {what}",)
 
 
 def on_gpu(recipe: Recipe, parent: Parent, world_size: int) -> bool:

@@ -69,7 +69,7 @@ class Setting:
 
     def checkpoints(self, stage: Stage) -> bool:
         """Whether a stage recomputes."""
-        return stage.phase == "search" if self.checkpointing == "auto" else self.checkpointing
+        return stage.recomputes(self.checkpointing)
 
 
 @dataclass(frozen=True)

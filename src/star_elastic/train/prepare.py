@@ -27,38 +27,50 @@ from star_elastic.train.targets import Targets, resolve_targets
 
 
 @dataclass(frozen=True)
-class Plan:
+class Outline:
+    """What follows from a recipe and the parent's architecture alone.
+
+    Attributes:
+        targets: The nested models to train.
+        probabilities: By nested model, of each stage; they sum to 1.
+        frozen: Names of parameters that are not trained.
+    """
+
+    targets: Targets
+    probabilities: tuple[dict[str, float], ...]
+    frozen: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Plan(Outline):
     """A checked run.
 
     Attributes:
         recipe: What to do.
         layout: The parent's table.
         elastic: The parent's ``elastic.json`` (or preset), its submodels being those to train; none while they are learned.
-        targets: The nested models to train.
         stages: The curriculum.
-        probabilities: By nested model, of each stage; they sum to 1.
-        frozen: Names of parameters that are not trained.
         tokenizer: The parent's.
         documents: One per source.
         device: Where to train.
         autocast: Dtype of matrix products; None without autocast.
-        notes: What the user should know, though it stops nothing.
         ranks: The processes of the run.
     """
 
     recipe: Recipe
     layout: Layout
     elastic: ElasticConfig
-    targets: Targets
     stages: tuple[Stage, ...]
-    probabilities: tuple[dict[str, float], ...]
-    frozen: frozenset[str]
     tokenizer: Any
     documents: list[Documents]
     device: torch.device
     autocast: torch.dtype | None
-    notes: tuple[str, ...]
     ranks: Ranks = ALONE
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know, though it stops nothing."""
+        return self.targets.notes
 
     @property
     def load_device(self) -> torch.device:
@@ -98,35 +110,17 @@ def prepare(recipe: Recipe, ranks: Ranks = ALONE) -> Plan:
             f"the tokenizer of {recipe.parent} has {len(tokenizer)} tokens, the model's vocab_size is {config['vocab_size']}"
         )
     return Plan(
+        **vars(outline),
         recipe=recipe,
         layout=layout,
         elastic=elastic.model_copy(update={"submodels": outline.targets.submodels}),
-        targets=outline.targets,
         stages=recipe.schedule,
-        probabilities=outline.probabilities,
-        frozen=outline.frozen,
         tokenizer=tokenizer,
         documents=open_documents(recipe.data, tokenizer),
         device=device,
         autocast=_autocast(recipe, device),
-        notes=outline.targets.notes,
         ranks=ranks,
     )
-
-
-@dataclass(frozen=True)
-class Outline:
-    """What follows from a recipe and the parent's architecture alone.
-
-    Attributes:
-        targets: The nested models to train.
-        probabilities: By nested model, of each stage; they sum to 1.
-        frozen: Names of parameters that are not trained.
-    """
-
-    targets: Targets
-    probabilities: tuple[dict[str, float], ...]
-    frozen: frozenset[str]
 
 
 def outline_of(recipe: Recipe, config: Config, layout: Layout, elastic: ElasticConfig, ranks: Ranks) -> Outline:

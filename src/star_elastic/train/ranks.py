@@ -157,11 +157,15 @@ def check_alone(command: str) -> None:
         ElasticError: in the first of the processes that ``torchrun`` has started.
         StoppedElsewhere: in the others.
     """
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size in ("", "0", "1"):
+    if (size := _started()) <= 1:
         return
     told = f"{command} is one process, and {size} were started (WORLD_SIZE): run it without torchrun"
     raise ElasticError(told) if os.environ.get("RANK", "0") == "0" else StoppedElsewhere(told)
+
+
+def _started() -> int:
+    """How many processes a launcher says that it has started."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 @contextmanager
@@ -171,7 +175,7 @@ def joined() -> Iterator[Ranks]:
     A group that the caller has made is used as it is, and left. On processes other than the main one a mistake of the user
     becomes ``StoppedElsewhere``, so that it is told once.
     """
-    own = int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ and not dist.is_initialized()
+    own = _started() > 1 and "RANK" in os.environ and not dist.is_initialized()
     if own:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=PATIENCE)

@@ -39,6 +39,10 @@ class Stage:
         """Tokens of a step, padding included."""
         return self.batch_size * self.sequence_length
 
+    def recomputes(self, wanted: bool | Literal["auto"]) -> bool:
+        """Whether units are recomputed in the backward pass; ``auto`` does so under masks, whose copies would live until then."""
+        return self.phase == "search" if wanted == "auto" else wanted
+
     def misfit(self, names: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
         """Why a stage cannot train nested models of these names, and which of its keys is wrong; None where it can.
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 import torch
 
 from star_elastic import cost
+from star_elastic.axes import DEPTH
 from star_elastic.combinations import axis_of
 from star_elastic.router_freeze import Frozen
 from star_elastic.submodel import ElasticConfig
@@ -74,9 +75,8 @@ def choice(plan: Plan, frozen: Frozen | None) -> Choice | None:
         for key, width in chosen.keyed_widths.items()
         if axis_of(key) in plan.targets.candidates and key not in chosen.layer_widths
     }
-    if "depth" in plan.targets.candidates:
-        kept = frozen.submodel.layers
-        cut["depth"] = plan.layout.num_layers if kept is None else len(kept)
+    if DEPTH in plan.targets.candidates:
+        cut[DEPTH] = chosen.depth(plan.layout)
     return Choice(
         kind=budget.kind,
         target=budget.target,

@@ -78,7 +78,11 @@ class Trainer:
     @property
     def stage(self) -> Stage:
         """The stage of the next step; the last one when the run is done."""
-        return self.plan.stages[min(self.position.stage, len(self.plan.stages) - 1)]
+        return self.plan.stages[self._stage_number]
+
+    @property
+    def _stage_number(self) -> int:
+        return min(self.position.stage, len(self.plan.stages) - 1)
 
     @property
     def done(self) -> bool:
@@ -241,10 +245,9 @@ class Trainer:
 
     def _enter_stage(self, before: Stage | None) -> None:
         """Set up what differs between stages; documents go on where the stage before has stopped."""
-        stage, recipe = self.stage, self.plan.recipe
-        wanted = recipe.activation_checkpointing
-        self.student.checkpointing = stage.phase == "search" if wanted == "auto" else bool(wanted)
-        self.sampler.reweigh(self.plan.probabilities[min(self.position.stage, len(self.plan.stages) - 1)])
+        stage = self.stage
+        self.student.checkpointing = stage.recomputes(self.plan.recipe.activation_checkpointing)
+        self.sampler.reweigh(self.plan.probabilities[self._stage_number])
         if before is not None and stage.reads_like(before):
             return
         self.loader = stage_loader(self.plan, stage, None if before is None else self.loader)

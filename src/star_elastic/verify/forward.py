@@ -43,11 +43,16 @@ def forward_faults(
         return [], f"{about}, finite logits"
     family = ElasticModel.from_pretrained(parent, submodels={VIEW: submodel}, dtype=torch.float32)
     wanted = _logits(family.submodel(VIEW), ids)
-    difference = float((found - wanted).abs().max() / wanted.abs().max())
+    difference = largest_difference(found, wanted)
     about = f"{about}, logits within {difference:.1g} of the parent's view"
     if difference <= TOLERANCE:
         return [], about
     return [Fault("logits", f"those of the parent's view within {TOLERANCE:g}", f"{difference:.3g} apart")], about
+
+
+def largest_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference of two tensors of logits, as a share of the largest logit that is wanted."""
+    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
